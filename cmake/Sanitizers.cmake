@@ -1,0 +1,10 @@
+# TURNOUT_SANITIZE=address adds UBSan too; thread is TSan.
+if(TURNOUT_SANITIZE STREQUAL "address")
+  add_compile_options(-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g)
+  add_link_options(-fsanitize=address,undefined)
+elseif(TURNOUT_SANITIZE STREQUAL "thread")
+  add_compile_options(-fsanitize=thread -fno-omit-frame-pointer -g)
+  add_link_options(-fsanitize=thread)
+elseif(NOT TURNOUT_SANITIZE STREQUAL "")
+  message(FATAL_ERROR "TURNOUT_SANITIZE=${TURNOUT_SANITIZE}: use address, thread or leave it empty")
+endif()
