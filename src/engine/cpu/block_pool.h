@@ -1,0 +1,43 @@
+// The receive region as a pool of blocks. A block is a lease: taken for a call, cut to what arrived, given back when the
+// result's last view dies. The lowest fitting gap is taken, so pages in use stay few and warm.
+#pragma once
+#include <cstddef>
+#include <map>
+#include <mutex>
+#include <optional>
+
+namespace turnout::engine {
+
+class BlockPool {
+ public:
+  /// Hands out [begin, begin + num_bytes); everything is a multiple of kGranule.
+  static constexpr size_t kGranule = 4096;
+  BlockPool(size_t begin, size_t num_bytes);
+
+  struct Block {
+    size_t offset = 0;
+    size_t num_bytes = 0;
+  };
+
+  /// The lowest gap of at least `num_bytes`, or nothing.
+  std::optional<Block> take(size_t num_bytes);
+  /// The largest gap, but at most `num_bytes` of it; nothing if the region is full.
+  std::optional<Block> take_largest(size_t num_bytes);
+  /// Keeps the first `num_bytes` of a taken block and gives the rest back.
+  void trim(Block& block, size_t num_bytes);
+  void give_back(const Block& block);
+
+  size_t num_bytes() const { return num_bytes_; }
+  size_t bytes_free() const;
+  size_t largest_gap() const;
+
+ private:
+  Block cut(std::map<size_t, size_t>::iterator gap, size_t num_bytes);
+  void add_gap(size_t offset, size_t num_bytes);
+
+  mutable std::mutex mutex_;
+  size_t num_bytes_;
+  std::map<size_t, size_t> gaps_;  // offset -> bytes
+};
+
+}  // namespace turnout::engine

@@ -1,0 +1,56 @@
+// The table that tells all ranks in what they disagree.
+#include "engine/cpu/header.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "turnout/types.h"
+
+namespace turnout::engine {
+
+namespace {
+
+constexpr size_t kNumFacts = sizeof(CallFacts) / sizeof(int64_t);
+constexpr std::array<std::string_view, kNumFacts> kFactNames = {
+    "library", "call",       "epoch",     "expert map", "mode",      "layout",   "dtype",     "hidden",   "top-k",     "weights",
+    "side arrays", "side bytes", "side types", "capacity",   "alignment", "quantize", "wire",      "handle",   "on_failure"};
+
+std::array<int64_t, kNumFacts> values_of(const CallFacts& facts) {
+  std::array<int64_t, kNumFacts> values;
+  std::memcpy(values.data(), &facts, sizeof facts);
+  return values;
+}
+
+}  // namespace
+
+std::string fact_text(size_t fact, int64_t value) {
+  const auto small = static_cast<uint8_t>(value);
+  switch (fact) {
+    case 0: return std::to_string(value / 1'000'000) + "." + std::to_string(value / 1000 % 1000) + "." + std::to_string(value % 1000);
+    case 1: return value == 1 ? "dispatch" : value == 2 ? "combine" : std::to_string(value);
+    case 4: return std::string(name(static_cast<Mode>(small)));
+    case 5: return std::string(name(static_cast<Layout>(small)));
+    case 6: return std::string(name(static_cast<DType>(small)));
+    case 13: return value < 0 ? "exact" : std::to_string(value);
+    case 15: return std::string(name(static_cast<Quantize>(small)));
+    case 16: return std::string(name(static_cast<Wire>(small)));
+    default: return std::to_string(value);
+  }
+}
+
+std::string disagreement(std::span<const CallFacts> facts) {
+  std::string table;
+  for (size_t fact = 0; fact < kNumFacts; ++fact) {
+    const int64_t first = values_of(facts[0])[fact];
+    const bool same = std::all_of(facts.begin(), facts.end(), [&](const CallFacts& f) { return values_of(f)[fact] == first; });
+    if (same) continue;
+    table += "\n  " + std::string(kFactNames[fact]) + ":";
+    for (size_t rank = 0; rank < facts.size(); ++rank) {
+      table += (rank ? ", " : " ") + ("rank " + std::to_string(rank) + " = ") + fact_text(fact, values_of(facts[rank])[fact]);
+    }
+  }
+  return table;
+}
+
+}  // namespace turnout::engine

@@ -1,0 +1,59 @@
+// The header of a call: what every rank tells every other before rows are used. It carries the facts that must agree,
+// what the sender is about to send, and the block that the receiver of this header may write (its lease).
+#pragma once
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace turnout::engine {
+
+enum class CallKind : int64_t { dispatch = 1, combine = 2 };
+
+/// Facts that must be the same on all ranks, one line of the table each (fact_names in header.cc).
+struct CallFacts {
+  int64_t library = 0;     ///< major * 1'000'000 + minor * 1'000 + patch
+  int64_t kind = 0;        ///< CallKind
+  int64_t epoch = 0;
+  int64_t generation = 0;  ///< of the expert map: hash of it
+  int64_t mode = 0;
+  int64_t layout = 0;
+  int64_t dtype = 0;       ///< of x or y
+  int64_t hidden = 0;
+  int64_t topk = 0;
+  int64_t weights = 0;     ///< dispatch: topk_weights given; combine: CombineWeights
+  int64_t num_side = 0;    ///< dispatch: side arrays; combine: side given
+  int64_t side_bytes = 0;  ///< per row
+  int64_t side_hash = 0;   ///< of dtypes and widths
+  int64_t capacity = 0;    ///< -1: exact
+  int64_t alignment = 0;
+  int64_t quantize = 0;
+  int64_t wire = 0;
+  int64_t handle = 0;      ///< id of the handle used, 0 if none
+  int64_t on_failure = 0;
+  friend bool operator==(const CallFacts&, const CallFacts&) = default;
+};
+
+/// Fixed part of a header; `rows_to[num_ranks]` and, for the addressee, `expert_counts[max local experts]` follow.
+struct alignas(64) Header {
+  CallFacts facts;
+  int64_t refused = 0;       ///< the sender rejected its own arguments: the call fails on all ranks
+  int64_t num_tokens = 0;
+  int64_t offer_offset = 0;  ///< the block of the sender's receive region that the addressee may write
+  int64_t offer_bytes = 0;   ///< 0: none, send through the staging ring
+};
+
+/// Bytes of a header with its two tables.
+constexpr size_t header_bytes(int num_ranks, int max_local_experts) {
+  const size_t raw = sizeof(Header) + sizeof(int32_t) * (static_cast<size_t>(num_ranks) + static_cast<size_t>(max_local_experts));
+  return (raw + 127) / 128 * 128;
+}
+
+/// Empty if all ranks agree with `facts[0]`; else a table of the facts that differ, a line each, a column per rank.
+std::string disagreement(std::span<const CallFacts> facts);
+
+/// How a fact's value reads in the table: names for the closed sets.
+std::string fact_text(size_t fact, int64_t value);
+
+}  // namespace turnout::engine
