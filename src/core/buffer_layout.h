@@ -1,0 +1,87 @@
+// The symmetric arena of a Buffer: one list gives the offsets and the total, for every rank alike.
+#pragma once
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "core/math.h"
+
+namespace turnout::core {
+
+/// Hands out aligned regions in order.
+struct RegionCursor {
+  size_t num_bytes = 0;
+  constexpr size_t take(size_t bytes, size_t alignment = 128) {
+    const size_t at = (num_bytes + alignment - 1) / alignment * alignment;
+    num_bytes = at + bytes;
+    return at;
+  }
+};
+
+/// Sizes that shape the arena; all ranks compute the same ones.
+struct BufferShape {
+  int num_ranks = 1;
+  int num_lanes = 1;
+  int depth = 2;                ///< staging copies: one more than calls may be outstanding
+  size_t header_bytes = 0;      ///< of one call's header to one rank
+  size_t max_record_bytes = 0;  ///< of the largest record that a ring carries
+  size_t staging_bytes = 0;     ///< of one ring; 0: chosen here
+  size_t receive_bytes = 0;
+};
+
+/// Byte offsets in the arena, the same on every rank.
+struct BufferLayout {
+  static constexpr size_t kPage = 4096;
+  static constexpr size_t kNoteBytes = 1024;  ///< why a rank aborted, in words
+
+  size_t notes, headers, rings, receive, num_bytes;
+  size_t header_bytes, ring_bytes, receive_bytes;
+  int num_ranks, num_lanes, depth;
+
+  static constexpr BufferLayout of(const BufferShape& s) {
+    BufferLayout b{};
+    b.num_ranks = s.num_ranks;
+    b.num_lanes = s.num_lanes;
+    b.depth = s.depth;
+    b.header_bytes = s.header_bytes;
+    b.ring_bytes = ring_bytes_of(s);
+    b.receive_bytes = static_cast<size_t>(align_up(static_cast<int64_t>(s.receive_bytes), kPage));
+    const size_t copies = static_cast<size_t>(s.num_lanes) * static_cast<size_t>(s.depth) * static_cast<size_t>(s.num_ranks);
+    RegionCursor at;
+    b.notes = at.take(static_cast<size_t>(s.num_ranks) * kNoteBytes);
+    b.headers = at.take(copies * b.header_bytes);
+    b.rings = at.take(copies * b.ring_bytes, kPage);
+    b.receive = at.take(b.receive_bytes, kPage);
+    b.num_bytes = static_cast<size_t>(align_up(static_cast<int64_t>(at.num_bytes), kPage));
+    return b;
+  }
+
+  /// Where `source` writes its header, and its records, for the call that uses copy `copy` of `lane`.
+  constexpr size_t note_at(int source) const { return notes + static_cast<size_t>(source) * kNoteBytes; }
+  constexpr size_t header_at(int lane, int copy, int source) const { return headers + index(lane, copy, source) * header_bytes; }
+  constexpr size_t ring_at(int lane, int copy, int source) const { return rings + index(lane, copy, source) * ring_bytes; }
+
+  // Signals: one per rank for the abort, then four per (lane, copy, source).
+  enum Signal : int { kHeader, kRows, kProduced, kSpace, kNumSignals };
+  constexpr int abort_signal(int source) const { return source; }
+  constexpr int signal(int lane, int copy, int source, Signal which) const {
+    return num_ranks + static_cast<int>(index(lane, copy, source)) * kNumSignals + which;
+  }
+  constexpr int num_signals() const { return num_ranks + num_lanes * depth * num_ranks * kNumSignals; }
+
+ private:
+  constexpr size_t index(int lane, int copy, int source) const {
+    return (static_cast<size_t>(lane) * static_cast<size_t>(depth) + static_cast<size_t>(copy)) * static_cast<size_t>(num_ranks) +
+           static_cast<size_t>(source);
+  }
+
+  /// Room for four of the largest records at least; 1 MiB where few ranks share 16 MiB, so that a ring stays in cache.
+  static constexpr size_t ring_bytes_of(const BufferShape& s) {
+    constexpr size_t kAll = size_t{16} << 20, kMost = size_t{1} << 20;
+    const size_t wanted = s.staging_bytes ? s.staging_bytes : std::min(kMost, kAll / static_cast<size_t>(s.num_ranks));
+    const size_t least = 4 * s.max_record_bytes;
+    return static_cast<size_t>(align_up(static_cast<int64_t>(std::max(wanted, least)), kPage));
+  }
+};
+
+}  // namespace turnout::core
