@@ -1,0 +1,129 @@
+// The header exchange, common to dispatch and combine.
+#include "engine/cpu/call.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace turnout::engine {
+
+using core::BufferLayout;
+
+Call::Call(std::shared_ptr<Context> context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts)
+    : context_(std::move(context)),
+      lane_(lane),
+      epoch_(epoch),
+      copy_(static_cast<int>(epoch % static_cast<uint64_t>(context_->layout.depth))),
+      facts_(facts),
+      first_use_(epoch < first_epoch + static_cast<uint64_t>(context_->layout.depth)) {
+  const auto ranks = static_cast<size_t>(context_->num_ranks);
+  facts_.epoch = static_cast<int64_t>(epoch);
+  max_local_ = static_cast<int>((context_->layout.header_bytes - sizeof(Header)) / sizeof(int32_t) - ranks);
+  header_sent_.assign(ranks, 0);
+  header_seen_.assign(ranks, 0);
+  headers_.resize(ranks);
+  my_rows_.assign(ranks, 0);
+  rows_.assign(ranks * ranks, 0);
+}
+
+void Call::refuse() {
+  mine_.refused = 1;
+  my_rows_.assign(my_rows_.size(), 0);
+}
+
+int64_t Call::count_of(int source, BufferLayout::Signal which) const {
+  const uint64_t value = read(source, which);
+  return value >> 32 == epoch_ ? static_cast<int64_t>(value & kAllConsumed) : 0;
+}
+
+bool Call::exchange_headers() {
+  bool moved = false;
+  const int me = context_->rank;
+  if (!header_seen_[static_cast<size_t>(me)]) {
+    mine_.facts = facts_;
+    take_header(me);
+    moved = true;
+  }
+  for (int step = 1; step < context_->num_ranks && !all_headers_sent(); ++step) {
+    const int peer = (me + step) % context_->num_ranks;
+    if (header_sent(peer)) continue;
+    // The copy is free once the peer has finished the call that used it last.
+    const auto depth = static_cast<uint64_t>(context_->layout.depth);
+    if (!first_use_ && read(peer, BufferLayout::kSpace) < progress_value(epoch_ - depth, kAllConsumed)) continue;
+    send_header(peer);
+    moved = true;
+  }
+  for (int source = 0; source < context_->num_ranks && !all_headers_seen(); ++source) {
+    if (header_seen(source) || read(source, BufferLayout::kHeader) < epoch_) continue;
+    take_header(source);
+    moved = true;
+  }
+  return moved;
+}
+
+void Call::send_header(int peer) {
+  thread_local std::vector<std::byte> bytes;
+  bytes.assign(context_->layout.header_bytes, std::byte{0});
+  std::memcpy(bytes.data(), &mine_, sizeof mine_);
+  std::byte* table = bytes.data() + sizeof mine_;
+  std::memcpy(table, my_rows_.data(), my_rows_.size() * sizeof(int32_t));
+  size_t used = sizeof mine_ + my_rows_.size() * sizeof(int32_t);
+  if (!my_expert_rows_.empty()) {
+    const auto& counts = my_expert_rows_[static_cast<size_t>(peer)];
+    std::memcpy(bytes.data() + used, counts.data(), counts.size() * sizeof(int32_t));
+    used += counts.size() * sizeof(int32_t);
+  }
+  context_->window->put(peer, context_->layout.header_at(lane_, copy_, context_->rank), bytes.data(), used);
+  raise(peer, BufferLayout::kHeader, epoch_);
+  header_sent_[static_cast<size_t>(peer)] = 1;
+  ++num_headers_sent_;
+}
+
+void Call::take_header(int source) {
+  const auto at = static_cast<size_t>(source);
+  const auto ranks = static_cast<size_t>(context_->num_ranks);
+  if (source == context_->rank) {
+    headers_[at] = mine_;
+    std::copy(my_rows_.begin(), my_rows_.end(), rows_.begin() + static_cast<int64_t>(at * ranks));
+  } else {
+    const std::byte* bytes = context_->window->local() + context_->layout.header_at(lane_, copy_, source);
+    std::memcpy(&headers_[at], bytes, sizeof(Header));
+    std::memcpy(rows_.data() + at * ranks, bytes + sizeof(Header), ranks * sizeof(int32_t));
+  }
+  if (!my_expert_rows_.empty()) {
+    const auto& own = my_expert_rows_[static_cast<size_t>(context_->rank)];
+    if (expert_rows_.empty()) expert_rows_.assign(ranks * static_cast<size_t>(max_local_), 0);
+    int32_t* row = expert_rows_.data() + at * static_cast<size_t>(max_local_);
+    if (source == context_->rank) {
+      std::copy(own.begin(), own.end(), row);
+    } else {
+      const std::byte* bytes = context_->window->local() + context_->layout.header_at(lane_, copy_, source);
+      std::memcpy(row, bytes + sizeof(Header) + ranks * sizeof(int32_t), own.size() * sizeof(int32_t));
+    }
+  }
+  header_seen_[at] = 1;
+  ++num_headers_seen_;
+}
+
+void Call::check_headers() const {
+  std::string refusers;
+  for (int source = 0; source < context_->num_ranks; ++source) {
+    if (header(source).refused) refusers += (refusers.empty() ? "" : ", ") + std::to_string(source);
+  }
+  const std::string where = name() + " (lane " + std::to_string(lane_) + ", epoch " + std::to_string(epoch_) + ")";
+  if (!refusers.empty()) {
+    throw InvalidArgument(where + ": refused by rank " + refusers + ", whose own error says why; nothing was delivered on any rank");
+  }
+  std::vector<CallFacts> facts;
+  for (const Header& h : headers_) facts.push_back(h.facts);
+  if (const std::string table = disagreement(facts); !table.empty()) {
+    throw InvalidArgument(where + ": ranks disagree; nothing was delivered on any rank" + table);
+  }
+}
+
+void Call::consume_all() {
+  for (int source = 0; source < context_->num_ranks; ++source) {
+    if (source != context_->rank) raise(source, BufferLayout::kSpace, progress_value(epoch_, kAllConsumed));
+  }
+}
+
+}  // namespace turnout::engine

@@ -1,0 +1,113 @@
+// A call in flight: one epoch of a lane. It moves in steps that never wait, so that a lane can drive several at once; all
+// waiting is in Lane::drive (lane.h).
+//
+// Staging copy `copy` = epoch % depth. The four signals from a source for a copy carry the epoch, so nothing is ever reset:
+//   kHeader    epoch: the source's header is in place
+//   kRows      epoch << 32 | rows that the source has put straight into the offered block
+//   kProduced  epoch << 32 | records that the source has put into the ring
+//   kSpace     epoch << 32 | records that the addressee has taken out of the ring; all ones: it has finished the call, so
+//              header, ring and block of this epoch may be written again by the call that uses the copy next.
+#pragma once
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/cpu/context.h"
+#include "engine/cpu/header.h"
+
+namespace turnout::engine {
+
+constexpr uint64_t kAllConsumed = 0xffffffffull;
+constexpr uint64_t progress_value(uint64_t epoch, uint64_t count) { return epoch << 32 | count; }
+
+/// Whom a call waits for, and for what; made only once a wait has become slow.
+struct Waiting {
+  std::string phase;
+  std::vector<int> peers;
+  uint64_t expected = 0, seen = 0;
+  bool for_arrival = false;  ///< the peers have not arrived at the call yet
+};
+
+class Call {
+ public:
+  Call(std::shared_ptr<Context> context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts);
+  virtual ~Call() = default;
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
+
+  /// Moves everything that can move now; true if anything did. Throws InvalidArgument when ranks disagree.
+  virtual bool progress() = 0;
+  /// Everything this rank sends has been sent.
+  virtual bool sent() const = 0;
+  /// Everything has arrived and been laid out.
+  virtual bool done() const = 0;
+  /// What progress() lacks.
+  virtual Waiting waiting() const = 0;
+  /// The call failed: gives memory back and marks outputs.
+  virtual void give_up() noexcept = 0;
+
+  /// Counts the call as refused on all ranks: headers only.
+  void refuse();
+
+  uint64_t epoch() const { return epoch_; }
+  int lane() const { return lane_; }
+  std::string name() const { return facts_.kind == static_cast<int64_t>(CallKind::dispatch) ? "dispatch" : "combine"; }
+  std::exception_ptr failure;  ///< set when the call failed while another one was being driven
+
+ protected:
+  /// Sends this rank's header to every peer whose staging copy is free, receives theirs. True if anything moved.
+  bool exchange_headers();
+  bool all_headers_sent() const { return num_headers_sent_ == context_->num_ranks - 1; }
+  bool all_headers_seen() const { return num_headers_seen_ == context_->num_ranks; }
+  bool header_sent(int peer) const { return header_sent_[static_cast<size_t>(peer)]; }
+  bool header_seen(int peer) const { return header_seen_[static_cast<size_t>(peer)]; }
+  /// Throws InvalidArgument if some rank refused or the facts differ. REQUIRES: all_headers_seen().
+  void check_headers() const;
+  /// Tells every source that its header, ring and block of this call may be reused.
+  void consume_all();
+
+  const Header& header(int source) const { return headers_[static_cast<size_t>(source)]; }
+  /// Rows (dispatch) or records (combine) that `source` sends to `destination`. REQUIRES: header_seen(source).
+  int64_t rows(int source, int destination) const {
+    return rows_[static_cast<size_t>(source) * static_cast<size_t>(context_->num_ranks) + static_cast<size_t>(destination)];
+  }
+  /// Rows of `source` for local expert `e` of this rank. REQUIRES: header_seen(source), counts were sent.
+  int32_t expert_rows(int source, int e) const {
+    return expert_rows_[static_cast<size_t>(source) * static_cast<size_t>(max_local_) + static_cast<size_t>(e)];
+  }
+
+  uint64_t read(int source, core::BufferLayout::Signal which) const {
+    return context_->window->read(context_->layout.signal(lane_, copy_, source, which));
+  }
+  void raise(int peer, core::BufferLayout::Signal which, uint64_t value) {
+    context_->window->signal(peer, context_->layout.signal(lane_, copy_, context_->rank, which), value);
+  }
+  /// Records of this call that `source` has put into its ring here, or that `peer` has taken from ours there.
+  int64_t count_of(int source, core::BufferLayout::Signal which) const;
+
+  std::shared_ptr<Context> context_;
+  const int lane_;
+  const uint64_t epoch_;
+  const int copy_;
+  CallFacts facts_;
+
+  // Filled by the derived call before the first exchange_headers().
+  Header mine_{};
+  std::vector<int32_t> my_rows_;                   ///< [R]
+  std::vector<std::vector<int32_t>> my_expert_rows_;  ///< [R][local experts of that rank], or empty
+
+ private:
+  void send_header(int peer);
+  void take_header(int source);
+
+  const bool first_use_;  ///< no earlier call used this copy since the last recover()
+  int max_local_ = 0;
+  int num_headers_sent_ = 0, num_headers_seen_ = 0;
+  std::vector<char> header_sent_, header_seen_;
+  std::vector<Header> headers_;
+  std::vector<int32_t> rows_, expert_rows_;
+};
+
+}  // namespace turnout::engine

@@ -1,0 +1,197 @@
+// The steps of a dispatch, and its result.
+#include "engine/cpu/dispatch_call.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace turnout::engine {
+
+using core::BufferLayout;
+using internal::Routing;
+
+DispatchCall::DispatchCall(std::shared_ptr<Context> context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts,
+                           const DispatchArgs& args, std::shared_ptr<Routing> fresh_routing, std::shared_ptr<const Routing> cached)
+    : Call(std::move(context), lane, epoch, first_epoch, facts), args_(args), fresh_(std::move(fresh_routing)), cached_(std::move(cached)) {
+  const Routing& r = routing();
+  low_latency_ = facts.mode == static_cast<int64_t>(Mode::low_latency);
+  const auto hidden = static_cast<size_t>(args_.x.shape[1]);
+  const bool quantised = args_.quantize != Quantize::none;
+  format_.x_bytes = quantised ? hidden : hidden * size_of(args_.x.dtype);
+  if (quantised) format_.scale_bytes = (hidden + 127) / 128 * (args_.quantize == Quantize::fp8_e4m3 ? 4 : 1);
+  for (const TensorView& side : args_.side) format_.side_bytes.push_back(static_cast<size_t>(side.shape[1]) * size_of(side.dtype));
+  if (fresh_) {
+    format_.idx_bytes = static_cast<size_t>(r.num_topk) * sizeof(int32_t);
+    if (r.has_weights) format_.weight_bytes = static_cast<size_t>(r.num_topk) * sizeof(float);
+  }
+  format_.derive();
+
+  const auto ranks = static_cast<size_t>(context_->num_ranks);
+  next_.assign(ranks, 0);
+  arrived_.assign(ranks, 0);
+  for (size_t d = 0; d < ranks; ++d) {
+    my_rows_[d] = static_cast<int32_t>(r.send_begin[d + 1] - r.send_begin[d]);
+    if (static_cast<int>(d) != context_->rank) sends_left_ += my_rows_[d];
+  }
+  if (fresh_ && r.layout != Layout::rank_major) {
+    my_expert_rows_.resize(ranks);
+    for (size_t d = 0; d < ranks; ++d) my_expert_rows_[d].assign(static_cast<size_t>(r.experts->num_local(static_cast<int>(d))), 0);
+    for (const int32_t e : r.topk_idx) {
+      if (e >= 0) ++my_expert_rows_[static_cast<size_t>(r.experts->rank_of(e))][static_cast<size_t>(r.experts->local_of(e))];
+    }
+  }
+  mine_.num_tokens = r.num_tokens;
+  make_offer();
+}
+
+bool DispatchCall::progress() {
+  if (finished_ || given_up_) return false;
+  bool moved = exchange_headers();
+  if (!planned_ && all_headers_seen() && all_headers_sent()) {
+    check_headers();
+    plan();
+    moved = true;
+  }
+  moved |= send();
+  if (planned_) {
+    moved |= receive();
+    if (rows_left_ == 0 && sent() && !finished_) {
+      finish();
+      moved = true;
+    }
+  }
+  return moved;
+}
+
+Waiting DispatchCall::waiting() const {
+  Waiting w;
+  const int me = context_->rank;
+  auto missing = [&](const char* phase, bool arrival) {
+    w.phase = phase;
+    w.for_arrival = arrival;
+    return !w.peers.empty();
+  };
+  for (int peer = 0; peer < context_->num_ranks; ++peer) {
+    if (!header_seen(peer)) w.peers.push_back(peer);
+  }
+  w.expected = epoch_;
+  if (!w.peers.empty()) w.seen = read(w.peers[0], BufferLayout::kHeader);
+  if (missing("header", true)) return w;
+  const auto depth = static_cast<uint64_t>(context_->layout.depth);
+  for (int peer = 0; peer < context_->num_ranks; ++peer) {
+    if (peer != me && !header_sent(peer)) w.peers.push_back(peer);
+  }
+  if (!w.peers.empty()) {
+    w.expected = epoch_ - depth;
+    w.seen = read(w.peers[0], BufferLayout::kSpace) >> 32;
+  }
+  if (missing("consumed", false) || !planned_) return w;
+  for (int peer = 0; peer < context_->num_ranks; ++peer) {
+    if (path(me, peer) != Path::streamed || next_[static_cast<size_t>(peer)] >= my_rows_[static_cast<size_t>(peer)]) continue;
+    w.peers.push_back(peer);
+    w.expected = static_cast<uint64_t>(my_rows_[static_cast<size_t>(peer)]);
+    w.seen = static_cast<uint64_t>(count_of(peer, BufferLayout::kSpace));
+  }
+  if (missing("space", false)) return w;
+  for (int source = 0; source < context_->num_ranks; ++source) {
+    const auto expected = static_cast<uint64_t>(path(source, me) == Path::direct ? admitted(source, me) : rows(source, me));
+    const auto seen = static_cast<uint64_t>(received_[static_cast<size_t>(source)]);
+    if (source == me || seen >= expected) continue;
+    w.peers.push_back(source);
+    w.expected = expected;
+    w.seen = seen;
+  }
+  missing("rows", false);
+  return w;
+}
+
+void DispatchCall::give_up() noexcept {
+  if (given_up_ || finished_) return;
+  given_up_ = true;
+  try {
+    // Nobody writes the offered block: ranks that disagree put nothing in place, and after an abort no call starts
+    // before recover(), when all have left theirs.
+    if (offer_) context_->pool.give_back(*offer_);
+    offer_.reset();
+    memory_.reset();
+    held_memory_.reset();
+    consume_all();
+  } catch (...) {
+    // The peers are gone; there is nobody to tell.
+  }
+}
+
+/// Everything is here: what came beside the rows, the groups, the padding.
+void DispatchCall::finish() {
+  const int me = context_->rank;
+  if (fresh_) {
+    Routing& r = *fresh_;
+    const auto topk = static_cast<size_t>(r.num_topk);
+    for (int source = 0; source < context_->num_ranks; ++source) {
+      if (path(source, me) != Path::direct) continue;
+      const auto first = static_cast<size_t>(r.recv_begin[static_cast<size_t>(source)]);
+      const auto count = static_cast<size_t>(admitted(source, me));
+      std::memcpy(r.recv_idx.data() + first * topk, memory_->data() + block_.topk_idx + first * format_.idx_bytes, count * format_.idx_bytes);
+      if (r.has_weights) {
+        std::memcpy(r.recv_weights.data() + first * topk, memory_->data() + block_.topk_weights + first * format_.weight_bytes,
+                    count * format_.weight_bytes);
+      }
+    }
+    if (held_) settle_held();
+    finish_routing(r, me);
+  }
+  const Routing& r = routing();
+  if (misfit_.empty() && r.layout == Layout::expert_major) zero_padding();
+  consume_all();
+  finished_ = true;
+}
+
+/// Groups of rank_major rows by expert; weights by row of the other layouts. Everything past the rows is -1 or 0.
+void DispatchCall::finish_routing(Routing& r, int rank) {
+  const auto topk = static_cast<size_t>(r.num_topk);
+  const size_t n = static_cast<size_t>(r.num_recv());
+  if (r.layout == Layout::rank_major) {
+    const auto local = static_cast<size_t>(r.experts->num_local(rank));
+    r.expert_counts.assign(local, 0);
+    r.expert_offsets.assign(local + 1, 0);
+    for (const int32_t e : r.recv_idx) {
+      if (e >= 0) ++r.expert_counts[static_cast<size_t>(e)];
+    }
+    for (size_t e = 0; e < local; ++e) r.expert_offsets[e + 1] = r.expert_offsets[e] + r.expert_counts[e];
+    r.sorted_rows.resize(static_cast<size_t>(r.expert_offsets[local]));
+    std::vector<int64_t> next(r.expert_offsets.begin(), r.expert_offsets.end() - 1);
+    for (size_t i = 0; i < n * topk; ++i) {
+      if (r.recv_idx[i] >= 0) r.sorted_rows[static_cast<size_t>(next[static_cast<size_t>(r.recv_idx[i])]++)] = static_cast<int32_t>(i / topk);
+    }
+    if (r.capacity >= 0) {  // arrays have the capacity's size
+      r.recv_idx.resize(static_cast<size_t>(r.capacity) * topk, -1);
+      if (r.has_weights) r.recv_weights.resize(static_cast<size_t>(r.capacity) * topk, 0.0f);
+    }
+    return;
+  }
+  if (!r.has_weights) return;
+  r.row_weights.assign(static_cast<size_t>(r.result_rows()), 0.0f);
+  for (size_t i = 0; i < n * topk; ++i) {
+    if (r.position[i] >= 0) r.row_weights[static_cast<size_t>(r.position[i])] = r.recv_weights[i];
+  }
+}
+
+void DispatchCall::zero_padding() const {
+  const Routing& r = routing();
+  for (size_t e = 0; e < r.expert_counts.size(); ++e) {
+    for (int64_t row = r.expert_offsets[e] + r.expert_counts[e]; row < r.expert_offsets[e + 1]; ++row) {
+      const auto at = static_cast<size_t>(row);
+      std::memset(x_ + row * x_stride_, 0, format_.x_bytes);
+      if (format_.scale_bytes) std::memset(memory_->data() + block_.scales + at * format_.scale_bytes, 0, format_.scale_bytes);
+      for (size_t s = 0; s < format_.side_bytes.size(); ++s) {
+        std::memset(memory_->data() + block_.side[s] + at * format_.side_bytes[s], 0, format_.side_bytes[s]);
+      }
+    }
+  }
+}
+
+DispatchOutcome DispatchCall::take() {
+  if (!misfit_.empty()) throw InvalidArgument(misfit_);
+  return {fresh_ ? std::shared_ptr<const Routing>(fresh_) : cached_, memory_, x_, x_stride_, block_};
+}
+
+}  // namespace turnout::engine

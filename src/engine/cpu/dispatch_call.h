@@ -1,0 +1,125 @@
+// A dispatch in flight.
+//
+// Two ways lead a row to its place. *Direct*: the destination offered a block of its receive region with its header, the
+// block holds all rows, so every source computes where its rows go and puts them there: one pass, rank_major only.
+// *Streamed*: rows go as records through the staging ring, small enough to stay in cache, and the destination lays them
+// out (once per expert, if the layout says so) as they arrive. Streams carry everything else: other layouts, results in
+// memory that is not symmetric, and rows so few that they travel with the header in low_latency mode.
+#pragma once
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "engine/cpu/call.h"
+#include "engine/cpu/row_format.h"
+#include "engine/routing.h"
+#include "turnout/buffer.h"
+
+namespace turnout::engine {
+
+/// What a finished dispatch hands to the API.
+struct DispatchOutcome {
+  std::shared_ptr<const internal::Routing> routing;
+  std::shared_ptr<ResultMemory> memory;  ///< null if there are no rows in memory of ours
+  std::byte* x = nullptr;                ///< first row
+  int64_t x_stride = 0;                  ///< bytes
+  BlockFormat block;                     ///< of memory
+};
+
+class DispatchCall final : public Call {
+ public:
+  /// REQUIRES: args were checked. `routing` holds the source side (new or of args.handle).
+  DispatchCall(std::shared_ptr<Context> context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts,
+               const DispatchArgs& args, std::shared_ptr<internal::Routing> fresh_routing, std::shared_ptr<const internal::Routing> cached);
+
+  bool progress() override;
+  bool sent() const override { return all_headers_sent() && planned_ && sends_left_ == 0; }
+  bool done() const override { return finished_; }
+  Waiting waiting() const override;
+  void give_up() noexcept override;
+
+  /// REQUIRES: done(). Throws InvalidArgument if the rows did not fit where the caller wanted them.
+  DispatchOutcome take();
+
+  /// Rows of each source present so far: [R], readable at any time.
+  const int64_t* arrived() const { return arrived_.data(); }
+  const DispatchArgs& args() const { return args_; }
+  const RowFormat& format() const { return format_; }
+
+ private:
+  enum class Path : uint8_t { none, direct, streamed };
+  struct Row {  ///< a row that has arrived, in its final form
+    const std::byte* x;
+    const std::byte* scales;
+    const std::byte* record;  ///< side arrays at format_.side_at, or null: side arrays of own token `token`
+    int64_t token;
+    int64_t index;  ///< rank_major row
+  };
+
+  const internal::Routing& routing() const { return cached_ ? *cached_ : *fresh_; }
+  bool early(int peer) const;
+  int64_t block_rows(int rank) const;
+  bool block_fits(int rank) const;
+  Path path(int source, int destination) const;
+  int64_t admitted(int source, int destination) const;
+
+  // dispatch_send.cc
+  void make_offer();
+  bool send();
+  bool send_direct();
+  bool send_stream(int peer);
+  void write_record(int peer, int64_t i, int64_t token);
+  void write_direct(int peer, int64_t row, int64_t token);
+  void fill_meta(int peer, int64_t token, int32_t* idx, float* weights) const;
+  const std::byte* token_row(int64_t token, std::vector<std::byte>& scratch, const std::byte*& scales) const;
+
+  // dispatch_receive.cc
+  void plan();
+  void plan_experts();
+  void make_room();
+  bool receive();
+  bool receive_from(int source, int64_t available);
+  void admit(int source, int64_t i, const int32_t* idx, const float* weights);
+  void lay_out(const Row& row) const;
+  void settle_held();
+  void finish();
+  void zero_padding() const;
+  static void finish_routing(internal::Routing& r, int rank);
+
+  DispatchArgs args_;
+  RowFormat format_;
+  std::shared_ptr<internal::Routing> fresh_;
+  std::shared_ptr<const internal::Routing> cached_;
+  bool low_latency_ = false;
+
+  struct Target {  ///< where direct rows of this rank go at a destination
+    size_t base = 0;
+    int64_t first_row = 0, admitted = 0;
+    BlockFormat block;
+  };
+
+  // Send side.
+  std::vector<Target> targets_;        ///< [R]
+  std::vector<int> direct_peers_;
+  std::vector<int64_t> next_;          ///< [R] records or rows sent so far
+  int64_t next_token_ = 0;             ///< of the direct rows
+  int64_t sends_left_ = 0;             ///< rows not sent yet, direct and streamed
+
+  // Receive side.
+  std::optional<BlockPool::Block> offer_;
+  bool planned_ = false, finished_ = false, held_ = false, given_up_ = false;
+  std::string misfit_;                 ///< why the rows could not be kept
+  std::vector<int64_t> admitted_;      ///< [R, R]
+  std::vector<int64_t> total_;         ///< [R] admitted rows of each destination
+  std::vector<int64_t> received_;      ///< [R]
+  int64_t rows_left_ = 0;
+  std::vector<int64_t> expert_next_;   ///< [R, Le]: next position of a source's rows in each group
+  std::vector<int64_t> arrived_;
+  std::shared_ptr<ResultMemory> memory_, held_memory_;
+  BlockFormat block_;
+  std::byte* x_ = nullptr;
+  int64_t x_stride_ = 0;
+};
+
+}  // namespace turnout::engine

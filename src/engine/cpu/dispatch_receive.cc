@@ -1,0 +1,303 @@
+// The receive side of a dispatch: the plan once all headers are here, rows laid out as they arrive, the result.
+#include <algorithm>
+#include <cstring>
+
+#include "engine/cpu/dispatch_call.h"
+
+namespace turnout::engine {
+
+using core::BufferLayout;
+using internal::Routing;
+
+/// All headers are here and agree: who sends what to whom, what is admitted, where it goes.
+void DispatchCall::plan() {
+  const auto ranks = static_cast<size_t>(context_->num_ranks);
+  const int me = context_->rank;
+  const Routing& r = routing();
+  const bool limited = r.layout == Layout::rank_major && r.capacity >= 0;
+  admitted_.assign(ranks * ranks, 0);
+  total_.assign(ranks, 0);
+  for (int d = 0; d < context_->num_ranks; ++d) {
+    int64_t& total = total_[static_cast<size_t>(d)];
+    for (int s = 0; s < context_->num_ranks; ++s) {
+      const int64_t fits = limited ? std::clamp<int64_t>(r.capacity - total, 0, rows(s, d)) : rows(s, d);
+      admitted_[static_cast<size_t>(s) * ranks + static_cast<size_t>(d)] = fits;
+      total += fits;
+    }
+  }
+  if (fresh_) {
+    fresh_->sent.assign(ranks, 0);
+    fresh_->recv_begin.assign(ranks + 1, 0);
+    for (int s = 0; s < context_->num_ranks; ++s) {
+      const auto at = static_cast<size_t>(s);
+      fresh_->sent[at] = admitted(me, s);
+      fresh_->recv_begin[at + 1] = fresh_->recv_begin[at] + admitted(s, me);
+      if (limited) fresh_->num_dropped += rows(s, me) - admitted(s, me);
+    }
+    const auto n = static_cast<size_t>(fresh_->num_recv());
+    fresh_->recv_idx.assign(n * static_cast<size_t>(r.num_topk), -1);
+    if (r.has_weights) fresh_->recv_weights.assign(n * static_cast<size_t>(r.num_topk), 0.0f);
+    fresh_->num_rows = fresh_->num_recv();
+    if (r.layout != Layout::rank_major) plan_experts();
+  }
+  make_room();
+  targets_.resize(ranks);
+  for (int peer = 0; peer < context_->num_ranks; ++peer) {
+    if (path(me, peer) != Path::direct) continue;
+    Target& target = targets_[static_cast<size_t>(peer)];
+    target.base = static_cast<size_t>(header(peer).offer_offset);
+    target.block = format_.block(block_rows(peer), format_.idx_bytes > 0);
+    target.admitted = admitted(me, peer);
+    for (int s = 0; s < me; ++s) target.first_row += admitted(s, peer);
+    direct_peers_.push_back(peer);
+  }
+  received_.assign(ranks, 0);
+  rows_left_ = 0;
+  for (int s = 0; s < context_->num_ranks; ++s) rows_left_ += path(s, me) == Path::direct ? admitted(s, me) : rows(s, me);
+  planned_ = true;
+}
+
+/// Group offsets and the first position of every source in every group. What exceeds a capacity of expert_major is
+/// known only once every token's experts are: then rows are held back and laid out at the end.
+void DispatchCall::plan_experts() {
+  Routing& r = *fresh_;
+  const int me = context_->rank;
+  const auto local = static_cast<size_t>(r.experts->num_local(me));
+  const auto ranks = static_cast<size_t>(context_->num_ranks);
+  r.position.assign(r.recv_idx.size(), -1);
+  r.expert_counts.assign(local, 0);
+  r.expert_offsets.assign(local + 1, 0);
+  expert_next_.assign(ranks * local, 0);
+  int64_t at = 0;
+  for (size_t e = 0; e < local; ++e) {
+    int64_t count = 0;
+    for (int s = 0; s < context_->num_ranks; ++s) {
+      expert_next_[static_cast<size_t>(s) * local + e] = (r.layout == Layout::expert_major ? at : 0) + count;
+      count += expert_rows(s, static_cast<int>(e));
+    }
+    if (r.layout == Layout::expert_slab) {
+      r.num_dropped += std::max<int64_t>(0, count - r.capacity);
+      count = std::min(count, r.capacity);
+      r.expert_offsets[e] = static_cast<int64_t>(e) * r.capacity;
+      at += count;
+    } else {
+      r.expert_offsets[e] = at;
+      at += core::align_up(count, r.alignment);
+    }
+    r.expert_counts[e] = static_cast<int32_t>(count);
+  }
+  r.expert_offsets[local] = r.layout == Layout::expert_slab ? static_cast<int64_t>(local) * r.capacity : at;
+  r.num_rows = at;
+  held_ = r.layout == Layout::expert_major && r.capacity >= 0 && at > r.capacity;
+}
+
+/// Memory for the result: the offered block if all rows fit, the caller's, a lease, or memory of the allocator.
+void DispatchCall::make_room() {
+  const Routing& r = routing();
+  if (held_ && r.num_recv() > 0) {
+    held_memory_ = std::make_shared<ResultMemory>(context_, static_cast<size_t>(r.num_recv()) * format_.record_bytes);
+  }
+  const int64_t n = r.layout == Layout::rank_major ? block_rows(context_->rank) : r.result_rows();
+  const bool offered = offer_ && block_fits(context_->rank);
+  block_ = format_.block(n, offered && format_.idx_bytes > 0);
+  x_stride_ = static_cast<int64_t>(format_.x_stride);
+  if (offered) {
+    context_->pool.trim(*offer_, block_.num_bytes);
+    memory_ = std::make_shared<ResultMemory>(context_, *offer_);
+    offer_.reset();
+  } else {
+    if (offer_) context_->pool.give_back(*offer_);
+    offer_.reset();
+    std::optional<BlockPool::Block> lease;
+    if (r.layout != Layout::rank_major && args_.result != ResultKind::fresh && !args_.out.defined()) lease = context_->pool.take(block_.num_bytes);
+    if (lease) {
+      memory_ = std::make_shared<ResultMemory>(context_, *lease);
+    } else if (args_.result == ResultKind::lease && !args_.out.defined()) {
+      misfit_ = "dispatch: result=lease, but the result needs " + std::to_string(block_.num_bytes) + " bytes and the largest gap of the receive region has " +
+                std::to_string(context_->pool.largest_gap()) + " of " + std::to_string(context_->pool.num_bytes()) +
+                "; release earlier results, raise receive_bytes, or use result=auto";
+    } else if (block_.num_bytes > 0) {
+      memory_ = std::make_shared<ResultMemory>(context_, block_.num_bytes);
+      if (args_.result == ResultKind::automatic && !args_.out.defined()) context_->fresh_results.fetch_add(1, std::memory_order_relaxed);
+    }
+  }
+  if (memory_) x_ = memory_->data() + block_.x;
+  if (args_.out.defined()) {
+    x_ = static_cast<std::byte*>(args_.out.data);
+    const int64_t room = args_.out.ndim == 3 ? args_.out.shape[0] * args_.out.shape[1] : args_.out.shape[0];
+    x_stride_ = args_.out.strides[static_cast<size_t>(args_.out.ndim - 2)] * static_cast<int64_t>(size_of(args_.out.dtype));
+    if (room < (r.layout == Layout::expert_slab ? n : r.num_rows)) {
+      misfit_ = "dispatch: out has room for " + std::to_string(room) + " rows, but " + std::to_string(r.num_rows) + " arrived";
+    }
+  }
+}
+
+bool DispatchCall::receive() {
+  bool moved = false;
+  const int me = context_->rank;
+  for (int step = 0; step < context_->num_ranks; ++step) {
+    const int source = (me + context_->num_ranks - step) % context_->num_ranks;
+    const auto at = static_cast<size_t>(source);
+    const int64_t expected = rows(source, me);
+    if (source == me) {
+      if (received_[at] < expected) moved |= receive_from(source, std::min(expected, received_[at] + 32));
+      continue;
+    }
+    switch (path(source, me)) {
+      case Path::none: break;
+      case Path::streamed: moved |= receive_from(source, std::min(expected, count_of(source, BufferLayout::kProduced))); break;
+      case Path::direct: {
+        const int64_t there = std::min(admitted(source, me), count_of(source, BufferLayout::kRows));
+        if (there <= received_[at]) break;
+        rows_left_ -= there - received_[at];
+        received_[at] = there;
+        std::atomic_ref(arrived_[at]).store(there, std::memory_order_release);
+        moved = true;
+      }
+    }
+  }
+  return moved;
+}
+
+/// Lays out the records of `source` up to `available`, then gives their ring slots back.
+bool DispatchCall::receive_from(int source, int64_t available) {
+  const auto at = static_cast<size_t>(source);
+  const int64_t first = received_[at];
+  if (available <= first) return false;
+  const bool own = source == context_->rank;
+  const Routing& r = routing();
+  const auto slots = static_cast<int64_t>(context_->layout.ring_bytes / format_.record_bytes);
+  const std::byte* ring = context_->window->local() + context_->layout.ring_at(lane_, copy_, source);
+  const int64_t admitted_here = admitted(source, context_->rank);
+  const int64_t end = std::min(available, admitted_here);
+  const int64_t base = routing().recv_begin[at];
+  auto record_of = [&](int64_t i) { return ring + static_cast<size_t>(i % slots) * format_.record_bytes; };
+  auto token_of = [&](int64_t i) { return static_cast<int64_t>(r.send_tokens[static_cast<size_t>(r.send_begin[at] + i)]); };
+  if (fresh_) {
+    int32_t idx[kMaxTopk];
+    float weights[kMaxTopk];
+    for (int64_t i = first; i < end; ++i) {
+      if (own) {
+        fill_meta(source, token_of(i), idx, r.has_weights ? weights : nullptr);
+        admit(source, base + i, idx, r.has_weights ? weights : nullptr);
+      } else {
+        const std::byte* record = record_of(i);
+        admit(source, base + i, reinterpret_cast<const int32_t*>(record),
+              r.has_weights ? reinterpret_cast<const float*>(record + format_.idx_bytes) : nullptr);
+      }
+    }
+  }
+  if (misfit_.empty()) {
+    context_->parallel_for(end - first, 4, [&](int64_t from, int64_t to) {
+      thread_local std::vector<std::byte> quantised;
+      for (int64_t i = first + from; i < first + to; ++i) {
+        const std::byte* record = own ? nullptr : record_of(i);
+        if (held_ && !own) {
+          std::memcpy(held_memory_->data() + static_cast<size_t>(base + i) * format_.record_bytes, record, format_.record_bytes);
+        } else if (!held_) {
+          Row row{nullptr, nullptr, record, own ? token_of(i) : 0, base + i};
+          row.x = own ? token_row(row.token, quantised, row.scales) : record + format_.x_at;
+          if (!own && format_.scale_bytes) row.scales = record + format_.scales_at;
+          lay_out(row);
+        }
+      }
+    });
+  }
+  received_[at] = available;
+  rows_left_ -= available - first;
+  std::atomic_ref(arrived_[at]).store(std::min(available, admitted_here), std::memory_order_release);
+  if (!own) raise(source, BufferLayout::kSpace, progress_value(epoch_, static_cast<uint64_t>(available)));
+  return true;
+}
+
+/// Notes the experts and weights of row `i` and gives each of its terms a position.
+void DispatchCall::admit(int source, int64_t i, const int32_t* idx, const float* weights) {
+  Routing& r = *fresh_;
+  const auto at = static_cast<size_t>(i) * static_cast<size_t>(r.num_topk);
+  std::copy_n(idx, r.num_topk, r.recv_idx.begin() + static_cast<int64_t>(at));
+  if (weights) std::copy_n(weights, r.num_topk, r.recv_weights.begin() + static_cast<int64_t>(at));
+  if (r.layout == Layout::rank_major || held_) return;
+  const size_t local = r.expert_counts.size();
+  for (int k = 0; k < r.num_topk; ++k) {
+    if (idx[k] < 0) continue;
+    const auto e = static_cast<size_t>(idx[k]);
+    const int64_t position = expert_next_[static_cast<size_t>(source) * local + e]++;
+    if (r.layout == Layout::expert_major) r.position[at + static_cast<size_t>(k)] = position;
+    else if (position < r.capacity) r.position[at + static_cast<size_t>(k)] = static_cast<int64_t>(e) * r.capacity + position;
+  }
+}
+
+/// Copies a row to all its positions.
+void DispatchCall::lay_out(const Row& row) const {
+  const Routing& r = routing();
+  auto place = [&](int64_t position) {
+    const auto p = static_cast<size_t>(position);
+    context_->kernels.copy_row_streaming(x_ + position * x_stride_, row.x, format_.x_bytes);
+    if (row.scales) std::memcpy(memory_->data() + block_.scales + p * format_.scale_bytes, row.scales, format_.scale_bytes);
+    for (size_t s = 0; s < format_.side_bytes.size(); ++s) {
+      const std::byte* side = row.record ? row.record + format_.side_at[s] : args_.side[s].row(row.token);
+      std::memcpy(memory_->data() + block_.side[s] + p * format_.side_bytes[s], side, format_.side_bytes[s]);
+    }
+  };
+  if (r.layout == Layout::rank_major) return place(row.index);
+  const auto at = static_cast<size_t>(row.index) * static_cast<size_t>(r.num_topk);
+  for (size_t k = 0; k < static_cast<size_t>(r.num_topk); ++k) {
+    if (r.position[at + k] >= 0) place(r.position[at + k]);
+  }
+}
+
+/// expert_major beyond its capacity: admits terms in (source, token, k) order until the padded total would exceed it,
+/// then lays out what was held.
+void DispatchCall::settle_held() {
+  Routing& r = *fresh_;
+  const auto local = r.expert_counts.size();
+  std::vector<int64_t> counts(local, 0);
+  int64_t padded = 0;
+  size_t num_admitted = 0, num_terms = 0;
+  bool full = false;
+  for (const int32_t e : r.recv_idx) {
+    if (e < 0) continue;
+    ++num_terms;
+    if (full) continue;
+    const auto at = static_cast<size_t>(e);
+    const int64_t grown = padded - core::align_up(counts[at], r.alignment) + core::align_up(counts[at] + 1, r.alignment);
+    if (grown > r.capacity) {
+      full = true;
+      continue;
+    }
+    padded = grown;
+    ++counts[at];
+    ++num_admitted;
+  }
+  r.num_dropped = static_cast<int64_t>(num_terms - num_admitted);
+  r.num_rows = padded;
+  std::vector<int64_t> next(local);
+  int64_t offset = 0;
+  for (size_t e = 0; e < local; ++e) {
+    r.expert_counts[e] = static_cast<int32_t>(counts[e]);
+    r.expert_offsets[e] = next[e] = offset;
+    offset += core::align_up(counts[e], r.alignment);
+  }
+  r.expert_offsets[local] = offset;
+  for (size_t i = 0, seen = 0; i < r.recv_idx.size() && seen < num_admitted; ++i) {
+    if (r.recv_idx[i] < 0) continue;
+    r.position[i] = next[static_cast<size_t>(r.recv_idx[i])]++;
+    ++seen;
+  }
+  if (!misfit_.empty()) return;
+  std::vector<std::byte> quantised;
+  for (int source = 0; source < context_->num_ranks; ++source) {
+    const auto at = static_cast<size_t>(source);
+    for (int64_t i = r.recv_begin[at]; i < r.recv_begin[at + 1]; ++i) {
+      const bool own = source == context_->rank;
+      const std::byte* record = own ? nullptr : held_memory_->data() + static_cast<size_t>(i) * format_.record_bytes;
+      Row row{nullptr, nullptr, record, own ? r.send_tokens[static_cast<size_t>(r.send_begin[at] + i - r.recv_begin[at])] : 0, i};
+      row.x = own ? token_row(row.token, quantised, row.scales) : record + format_.x_at;
+      if (!own && format_.scale_bytes) row.scales = record + format_.scales_at;
+      lay_out(row);
+    }
+  }
+  held_memory_.reset();
+}
+
+}  // namespace turnout::engine

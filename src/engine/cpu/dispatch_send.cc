@@ -1,0 +1,207 @@
+// The send side of a dispatch: the offer, rows put in place, rows put into rings.
+#include <algorithm>
+#include <cstring>
+
+#include "engine/cpu/dispatch_call.h"
+
+namespace turnout::engine {
+
+using core::BufferLayout;
+
+namespace {
+/// In low_latency mode fewer bytes than this to one rank travel with the header; more are worth a look at all headers
+/// first, because they can then be put in place in one pass.
+constexpr int64_t kEagerBytes = 16 << 10;
+/// Records between two signals: enough to amortise the signal, few enough that the receiver starts early.
+constexpr int64_t kMostRecordsPerSignal = 16;
+}  // namespace
+
+void DispatchCall::make_offer() {
+  if (routing().layout != Layout::rank_major || args_.result == ResultKind::fresh || args_.out.defined()) return;
+  const bool meta = format_.idx_bytes > 0;
+  if (routing().capacity >= 0) {
+    offer_ = context_->pool.take(format_.block(routing().capacity, meta).num_bytes);
+  } else {
+    const int64_t most = cached_ ? cached_->num_recv() : context_->num_ranks * context_->config.max_tokens_per_rank;
+    offer_ = context_->pool.take_largest(format_.block(most, meta).num_bytes);
+  }
+  if (!offer_) return;
+  mine_.offer_offset = static_cast<int64_t>(offer_->offset);
+  mine_.offer_bytes = static_cast<int64_t>(offer_->num_bytes);
+}
+
+/// Whether rows to `peer` may leave before its header is here: they go to its ring whatever the header says.
+bool DispatchCall::early(int peer) const {
+  if (!low_latency_) return false;
+  const int64_t rows = my_rows_[static_cast<size_t>(peer)];
+  return routing().layout != Layout::rank_major || rows * static_cast<int64_t>(format_.record_bytes) <= kEagerBytes;
+}
+
+int64_t DispatchCall::block_rows(int rank) const {
+  return routing().capacity >= 0 ? routing().capacity : total_[static_cast<size_t>(rank)];
+}
+
+bool DispatchCall::block_fits(int rank) const {
+  if (routing().layout != Layout::rank_major || header(rank).offer_bytes == 0) return false;
+  return format_.block(block_rows(rank), format_.idx_bytes > 0).num_bytes <= static_cast<size_t>(header(rank).offer_bytes);
+}
+
+int64_t DispatchCall::admitted(int source, int destination) const {
+  return admitted_[static_cast<size_t>(source) * static_cast<size_t>(context_->num_ranks) + static_cast<size_t>(destination)];
+}
+
+/// Both ends decide alike, from the headers that all ranks see.
+DispatchCall::Path DispatchCall::path(int source, int destination) const {
+  const int64_t count = rows(source, destination);
+  if (count == 0 || source == destination) return Path::none;
+  const bool eager = low_latency_ && count * static_cast<int64_t>(format_.record_bytes) <= kEagerBytes;
+  return !eager && block_fits(destination) ? Path::direct : Path::streamed;
+}
+
+bool DispatchCall::send() {
+  if (sends_left_ == 0 && planned_) return false;
+  bool moved = false;
+  for (int step = 1; step < context_->num_ranks; ++step) {
+    const int peer = (context_->rank + step) % context_->num_ranks;
+    if (!header_sent(peer)) continue;
+    if (planned_ ? path(context_->rank, peer) == Path::streamed : early(peer)) moved |= send_stream(peer);
+  }
+  if (planned_) moved |= send_direct();
+  return moved;
+}
+
+/// A slice of the tokens, each to all its direct destinations while it is in cache.
+bool DispatchCall::send_direct() {
+  const internal::Routing& r = routing();
+  if (next_token_ >= r.num_tokens) return false;
+  const std::vector<int>& peers = direct_peers_;
+  if (peers.empty()) {
+    next_token_ = r.num_tokens;
+    return false;
+  }
+  struct Job {
+    int peer;
+    int64_t row, token;
+  };
+  const int64_t end = std::min(r.num_tokens, next_token_ + std::max<int64_t>(256, r.num_tokens / 8));
+  std::vector<Job> jobs;
+  for (int64_t token = next_token_; token < end; ++token) {
+    for (int peer : peers) {
+      const auto at = static_cast<size_t>(peer);
+      int64_t& next = next_[at];
+      if (next >= r.send_begin[at + 1] - r.send_begin[at] || r.send_tokens[static_cast<size_t>(r.send_begin[at] + next)] != token) continue;
+      if (next < targets_[at].admitted) jobs.push_back({peer, targets_[at].first_row + next, token});
+      ++next;
+      --sends_left_;
+    }
+  }
+  context_->parallel_for(static_cast<int64_t>(jobs.size()), 8, [&](int64_t from, int64_t to) {
+    for (int64_t j = from; j < to; ++j) {
+      const Job& job = jobs[static_cast<size_t>(j)];
+      write_direct(job.peer, job.row, job.token);
+    }
+  });
+  next_token_ = end;
+  for (int peer : peers) {
+    const int64_t there = std::min(next_[static_cast<size_t>(peer)], targets_[static_cast<size_t>(peer)].admitted);
+    raise(peer, BufferLayout::kRows, progress_value(epoch_, static_cast<uint64_t>(there)));
+  }
+  return true;
+}
+
+bool DispatchCall::send_stream(int peer) {
+  const internal::Routing& r = routing();
+  const auto at = static_cast<size_t>(peer);
+  const int64_t count = my_rows_[at];
+  int64_t& next = next_[at];
+  if (next >= count) return false;
+  const int64_t taken = count_of(peer, BufferLayout::kSpace);
+  const auto slots = static_cast<int64_t>(context_->layout.ring_bytes / format_.record_bytes);
+  const int64_t batch = std::min({count - next, slots - (next - std::min(taken, next)), std::max<int64_t>(1, std::min(kMostRecordsPerSignal, slots / 4))});
+  if (batch <= 0) return false;
+  const int64_t first = next;
+  context_->parallel_for(batch, 2, [&](int64_t from, int64_t to) {
+    for (int64_t i = first + from; i < first + to; ++i) write_record(peer, i, r.send_tokens[static_cast<size_t>(r.send_begin[at] + i)]);
+  });
+  next += batch;
+  sends_left_ -= batch;
+  raise(peer, BufferLayout::kProduced, progress_value(epoch_, static_cast<uint64_t>(next)));
+  return true;
+}
+
+/// The row of a token as it travels: x itself, or quantised into `scratch` with its scales behind it.
+const std::byte* DispatchCall::token_row(int64_t token, std::vector<std::byte>& scratch, const std::byte*& scales) const {
+  if (args_.quantize == Quantize::none) {
+    scales = nullptr;
+    return args_.x.row(token);
+  }
+  scratch.resize(format_.x_bytes + format_.scale_bytes + 64);
+  const size_t scales_at = static_cast<size_t>(core::align_up(static_cast<int64_t>(format_.x_bytes), 16));
+  std::byte* s = scratch.data() + scales_at;
+  const bool fp32 = args_.quantize == Quantize::fp8_e4m3;
+  context_->kernels.quantize_row(args_.x.row(token), args_.x.dtype, args_.x.shape[1], reinterpret_cast<uint8_t*>(scratch.data()),
+                                 fp32 ? reinterpret_cast<float*>(s) : nullptr, fp32 ? nullptr : reinterpret_cast<uint8_t*>(s));
+  scales = s;
+  return scratch.data();
+}
+
+/// What `peer` has to know of the token: its own experts among the k, and their weights.
+void DispatchCall::fill_meta(int peer, int64_t token, int32_t* idx, float* weights) const {
+  const internal::Routing& r = routing();
+  for (int k = 0; k < r.num_topk; ++k) {
+    const auto at = static_cast<size_t>(token * r.num_topk + k);
+    const int32_t expert = r.topk_idx[at];
+    const bool theirs = expert >= 0 && r.experts->rank_of(expert) == peer;
+    idx[k] = theirs ? r.experts->local_of(expert) : -1;
+    if (weights) weights[k] = theirs ? r.topk_weights[at] : 0.0f;
+  }
+}
+
+void DispatchCall::write_record(int peer, int64_t i, int64_t token) {
+  thread_local std::vector<std::byte> quantised, assembled;
+  const auto slots = static_cast<int64_t>(context_->layout.ring_bytes / format_.record_bytes);
+  const size_t offset = context_->layout.ring_at(lane_, copy_, context_->rank) + static_cast<size_t>(i % slots) * format_.record_bytes;
+  std::byte* there = context_->window->peer_ptr(peer);
+  std::byte* record = there ? there + offset : nullptr;
+  if (!record) {
+    assembled.assign(format_.record_bytes, std::byte{0});
+    record = assembled.data();
+  }
+  if (format_.idx_bytes) {
+    fill_meta(peer, token, reinterpret_cast<int32_t*>(record),
+              format_.weight_bytes ? reinterpret_cast<float*>(record + format_.idx_bytes) : nullptr);
+  }
+  const std::byte* scales = nullptr;
+  const std::byte* x = token_row(token, quantised, scales);
+  context_->kernels.copy_row(record + format_.x_at, x, format_.x_bytes);
+  if (scales) std::memcpy(record + format_.scales_at, scales, format_.scale_bytes);
+  for (size_t s = 0; s < args_.side.size(); ++s) std::memcpy(record + format_.side_at[s], args_.side[s].row(token), format_.side_bytes[s]);
+  if (!there) context_->window->put(peer, offset, record, format_.record_bytes);
+}
+
+void DispatchCall::write_direct(int peer, int64_t row, int64_t token) {
+  thread_local std::vector<std::byte> quantised;
+  const size_t base = targets_[static_cast<size_t>(peer)].base;
+  const BlockFormat& block = targets_[static_cast<size_t>(peer)].block;
+  const auto at = static_cast<size_t>(row);
+  std::byte* there = context_->window->peer_ptr(peer);
+  auto write = [&](size_t offset, const void* data, size_t bytes) {
+    if (there) std::memcpy(there + base + offset, data, bytes);
+    else context_->window->put(peer, base + offset, data, bytes);
+  };
+  const std::byte* scales = nullptr;
+  const std::byte* x = token_row(token, quantised, scales);
+  if (there) context_->kernels.copy_row_streaming(there + base + block.x + at * format_.x_stride, x, format_.x_bytes);
+  else write(block.x + at * format_.x_stride, x, format_.x_bytes);
+  if (scales) write(block.scales + at * format_.scale_bytes, scales, format_.scale_bytes);
+  for (size_t s = 0; s < args_.side.size(); ++s) write(block.side[s] + at * format_.side_bytes[s], args_.side[s].row(token), format_.side_bytes[s]);
+  if (format_.idx_bytes) {
+    int32_t idx[kMaxTopk];
+    float weights[kMaxTopk];
+    fill_meta(peer, token, idx, format_.weight_bytes ? weights : nullptr);
+    write(block.topk_idx + at * format_.idx_bytes, idx, format_.idx_bytes);
+    if (format_.weight_bytes) write(block.topk_weights + at * format_.weight_bytes, weights, format_.weight_bytes);
+  }
+}
+
+}  // namespace turnout::engine

@@ -1,0 +1,150 @@
+// Waiting with a deadline. A wait that moves nothing for a while asks, about once a millisecond: did somebody abort, is a
+// peer's process gone, is it silent, is it late?
+#include "engine/cpu/lane.h"
+
+#include <algorithm>
+
+#include "util/log.h"
+
+namespace turnout::engine {
+
+namespace {
+
+std::string join(const std::vector<int>& ranks) {
+  std::string text;
+  for (size_t i = 0; i < ranks.size(); ++i) text += (i ? ", " : "") + std::to_string(ranks[i]);
+  return text;
+}
+
+std::string seconds(std::chrono::steady_clock::duration d) {
+  const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(d).count();
+  return std::to_string(ms / 1000) + "." + std::to_string(ms % 1000 / 100) + " s";
+}
+
+}  // namespace
+
+void Lane::remove(const Call* call) {
+  std::erase_if(calls_, [&](const auto& c) { return c.get() == call; });
+}
+
+void Lane::restart(uint64_t epoch) {
+  for (auto& call : calls_) {
+    call->failure = std::make_exception_ptr(InvalidArgument("the call was lost in recover()"));
+    call->give_up();
+  }
+  calls_.clear();
+  next_epoch_ = first_epoch_ = epoch;
+}
+
+bool Lane::progress_all() {
+  bool moved = false;
+  for (auto& call : calls_) {
+    if (call->failure || call->done()) continue;
+    try {
+      moved |= call->progress();
+    } catch (...) {
+      call->failure = std::current_exception();
+      call->give_up();
+      moved = true;
+    }
+  }
+  return moved;
+}
+
+void Lane::drive(Call& call, Until until) {
+  transport::Window& window = *context_->window;
+  const auto spin = context_->transport->spin();
+  Patience patience;
+  bool idled = false;
+  while (true) {
+    const uint32_t ticket = window.ticket();
+    const bool moved = progress_all();
+    if (call.failure) fail(call);
+    if (until == Until::sent ? call.sent() : call.done()) return;
+    if (moved) {
+      if (idled) patience = Patience();
+      idled = false;
+      continue;
+    }
+    window.progress();
+    try {
+      context_->check_abort();
+      if (idled) check_patience(call, patience);
+    } catch (...) {
+      // The Buffer is aborted: what is outstanding on this lane is lost, and its memory stays as it is until recover().
+      call.failure = std::current_exception();
+      fail(call);
+    }
+    window.idle(ticket, spin);
+    idled = true;
+  }
+}
+
+void Lane::fail(Call& call) {
+  const std::exception_ptr why = call.failure;
+  call.give_up();
+  remove(&call);
+  std::rethrow_exception(why);
+}
+
+void Lane::check_patience(const Call& call, Patience& patience) {
+  const auto now = Clock::now();
+  const auto waited = now - patience.since;
+  if (waited < std::chrono::milliseconds(1)) return;
+  const Timeouts& limits = context_->config.timeouts;
+  const Waiting waiting = call.waiting();
+
+  std::vector<int> gone;
+  for (int peer : waiting.peers) {
+    if (context_->transport->peer_state(peer) == transport::PeerState::gone) gone.push_back(peer);
+  }
+  if (!gone.empty()) expire(call, waiting, gone, "gone", waited, true);
+
+  const auto ranks = static_cast<size_t>(context_->num_ranks);
+  if (patience.heartbeats.empty()) {
+    patience.heartbeats.resize(ranks);
+    patience.beat_at.assign(ranks, now);
+    for (size_t peer = 0; peer < ranks; ++peer) patience.heartbeats[peer] = context_->transport->heartbeat(static_cast<int>(peer));
+  }
+  std::vector<int> late, silent;
+  for (int peer : waiting.peers) {
+    const auto at = static_cast<size_t>(peer);
+    if (const uint64_t beat = context_->transport->heartbeat(peer); beat != patience.heartbeats[at]) {
+      patience.heartbeats[at] = beat;
+      patience.beat_at[at] = now;
+    }
+    if (now - patience.beat_at[at] > limits.timeout) silent.push_back(peer);
+    else if (waited > (waiting.for_arrival ? limits.busy_timeout : limits.timeout)) late.push_back(peer);
+  }
+  if (!silent.empty()) expire(call, waiting, silent, "silent", waited, false);
+  if (!late.empty()) expire(call, waiting, late, waiting.for_arrival ? "busy" : "alive", waited, false);
+
+  if (now - patience.reported > limits.report_every) {
+    patience.reported = now;
+    util::log(util::LogLevel::warn, "rank " + std::to_string(context_->rank) + " has waited " + seconds(waited) + " in " + call.name() +
+                                        " (lane " + std::to_string(index_) + ", epoch " + std::to_string(call.epoch()) + ", phase " +
+                                        waiting.phase + ") for rank " + join(waiting.peers));
+  }
+}
+
+void Lane::expire(const Call& call, const Waiting& waiting, const std::vector<int>& peers, const std::string& state, Clock::duration waited,
+                  bool gone) {
+  WaitRecord record;
+  record.rank = context_->rank;
+  record.peers = peers;
+  record.lane = index_;
+  record.call = call.name();
+  record.epoch = call.epoch();
+  record.phase = waiting.phase;
+  record.expected = waiting.expected;
+  record.seen = waiting.seen;
+  record.peer_state = state;
+  std::string text = record.to_string();
+  if (!gone) text += "; gave up after " + seconds(waited);
+  context_->abort(text, gone);
+  text += " (this Buffer stays aborted on all ranks until recover())";
+  if (gone) throw PeerFailed(text, record);
+  throw PeerTimeout(text, record);
+}
+
+}  // namespace turnout::engine

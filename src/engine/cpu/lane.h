@@ -1,0 +1,63 @@
+// A lane: an independent sequence of calls, and the one place where anything waits.
+#pragma once
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "engine/cpu/call.h"
+
+namespace turnout::engine {
+
+class Lane {
+ public:
+  Lane(std::shared_ptr<Context> context, int index) : context_(std::move(context)), index_(index) {}
+
+  /// Held through every step of a call of this lane.
+  std::mutex mutex;
+
+  int index() const { return index_; }
+  /// The epoch of the next call. REQUIRES: mutex is held, here and below.
+  uint64_t take_epoch() { return next_epoch_++; }
+  uint64_t next_epoch() const { return next_epoch_; }
+  uint64_t first_epoch() const { return first_epoch_; }
+  /// Calls issued and not yet finished.
+  int num_outstanding() const { return static_cast<int>(calls_.size()); }
+
+  /// Puts the call among the outstanding ones.
+  void add(std::shared_ptr<Call> call) { calls_.push_back(std::move(call)); }
+  void remove(const Call* call);
+
+  enum class Until { sent, done };
+  /// Moves all outstanding calls until `call` is sent or done. On failure the call is given up, removed, and the reason
+  /// thrown: InvalidArgument (ranks disagree or one refused), PeerTimeout and PeerFailed (the Buffer is aborted).
+  void drive(Call& call, Until until);
+  /// One round of progress over all outstanding calls: true if anything moved. A call that fails keeps its failure.
+  bool progress_all();
+
+  /// Forgets every outstanding call and starts again at `epoch`, the same on all ranks.
+  void restart(uint64_t epoch);
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  struct Patience {
+    Clock::time_point since = Clock::now();  ///< of the last progress
+    Clock::time_point reported = since;
+    std::vector<uint64_t> heartbeats;        ///< when the wait became slow
+    std::vector<Clock::time_point> beat_at;  ///< when a heartbeat last moved
+  };
+  void fail(Call& call);
+  void check_patience(const Call& call, Patience& patience);
+  [[noreturn]] void expire(const Call& call, const Waiting& waiting, const std::vector<int>& peers, const std::string& state,
+                           Clock::duration waited, bool gone);
+
+  std::shared_ptr<Context> context_;
+  const int index_;
+  uint64_t next_epoch_ = 1, first_epoch_ = 1;
+  std::deque<std::shared_ptr<Call>> calls_;
+};
+
+}  // namespace turnout::engine
