@@ -1,0 +1,100 @@
+// A combine in flight. Every rank makes the partial sum of each row that it received, in the wire's form, and streams it
+// back through the staging ring of the row's source; the source adds a token's partials in the order of the sum tree as
+// soon as all of them are there. Own rows are added where they lie. With wire=rows every expert's row is a record of its
+// own and the source adds them in k order.
+#pragma once
+#include <memory>
+#include <vector>
+
+#include "engine/cpu/call.h"
+#include "engine/routing.h"
+#include "turnout/buffer.h"
+
+namespace turnout::engine {
+
+struct CombineOutcome {
+  std::shared_ptr<ResultMemory> memory;  ///< null if all of it is the caller's
+  std::byte* x = nullptr;
+  int64_t x_stride = 0;  ///< bytes
+  std::vector<float> side;
+  std::vector<int32_t> num_lost;
+};
+
+class CombineCall final : public Call {
+ public:
+  /// REQUIRES: args were checked against `routing`.
+  CombineCall(std::shared_ptr<Context> context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts,
+              const CombineArgs& args, std::shared_ptr<const internal::Routing> routing);
+
+  bool progress() override;
+  bool sent() const override { return all_headers_sent() && sends_left_ == 0; }
+  bool done() const override { return finished_; }
+  Waiting waiting() const override;
+  void give_up() noexcept override;
+  CombineOutcome take();
+
+  const CombineArgs& args() const { return args_; }
+
+ private:
+  /// Start of a record; `lost` is the number of the row's terms that are missing, or k for wire=rows.
+  struct Meta {
+    int32_t ordinal;  ///< position of the token in the source's list for this rank
+    int32_t lost_or_k;
+    float weight;     ///< wire=rows with weights=rows
+    float reserved;
+  };
+  /// What a rank sends back to a source: one entry per record, in order.
+  struct Outgoing {
+    int64_t row;  ///< rank_major row of this rank
+    int32_t k;    ///< wire=rows: which term; else -1
+  };
+  struct TokenTerms;
+
+  bool rows_wire() const { return args_.wire == Wire::rows; }
+  DType wire_dtype() const;
+  void list_outgoing(int source);
+  const Meta* next_record(int source) const;
+  bool stream_ended(int source) const;
+
+  // combine_send.cc
+  bool send();
+  bool send_to(int source);
+  void write_record(int source, int64_t i, std::byte* record) const;
+  int32_t partial_sum(int64_t row, void* out, float* out_scales) const;
+  const std::byte* y_row(int64_t position) const;
+  float weight_at(int64_t position) const;
+  float side_of(int64_t row, int k) const;
+
+  // combine_reduce.cc
+  bool reduce();
+  bool gather(int64_t token, TokenTerms& terms);
+  bool gather_partials(int64_t token, TokenTerms& terms);
+  bool gather_rows(int64_t token, TokenTerms& terms);
+  int32_t gather_own(int64_t ordinal, int64_t token, TokenTerms& terms);
+  void merge_side(int64_t token, int rank, const float* side);
+  void add(const TokenTerms& terms) const;
+
+  CombineArgs args_;
+  std::shared_ptr<const internal::Routing> routing_;
+  size_t wire_bytes_ = 0, scale_bytes_ = 0;   ///< of a partial sum
+  size_t side_floats_ = 0, row_at_ = 0, scales_at_ = 0, record_bytes_ = 0;
+  int64_t slots_ = 0;                         ///< records per ring
+  int64_t hidden_ = 0;
+
+  // Send side.
+  std::vector<std::vector<Outgoing>> outgoing_;  ///< [R]
+  std::vector<int64_t> next_;                    ///< [R]
+  int64_t sends_left_ = 0;
+
+  // Reduce side.
+  std::vector<int> rank_order_;                  ///< ranks by (node, rank)
+  std::vector<int64_t> ordinal_;                 ///< [R] tokens of the list passed so far
+  std::vector<int64_t> taken_;                   ///< [R] records read
+  std::vector<int64_t> released_;                ///< [R] records whose slots were given back
+  int64_t next_token_ = 0;
+  bool checked_ = false, finished_ = false, given_up_ = false;
+
+  CombineOutcome out_;
+};
+
+}  // namespace turnout::engine

@@ -1,0 +1,257 @@
+// The source side of a combine: a token's terms in the order of the sum tree (core/sum_tree.h), added once all are there.
+#include <algorithm>
+#include <cstring>
+
+#include "core/math.h"
+#include "engine/cpu/combine_call.h"
+
+namespace turnout::engine {
+
+using core::BufferLayout;
+using internal::Routing;
+
+namespace {
+constexpr int64_t kMostTokensPerRound = 32;
+}
+
+/// The terms of one token. Own partial sums live in `own`, with room for one row in the wire's form.
+struct CombineCall::TokenTerms {
+  int64_t token = 0;
+  std::vector<RowRef> rows;
+  std::vector<float> weights;
+  std::vector<int> node_end;  ///< rows[...] of one node end here
+  int own = -1;               ///< index of the own term that must be computed first
+  int64_t own_row = -1;
+  std::vector<std::byte> own_bytes;
+};
+
+bool CombineCall::stream_ended(int source) const {
+  return header_seen(source) && taken_[static_cast<size_t>(source)] >= rows(source, context_->rank);
+}
+
+const CombineCall::Meta* CombineCall::next_record(int source) const {
+  const auto at = static_cast<size_t>(source);
+  if (!header_seen(source) || stream_ended(source)) return nullptr;
+  if (count_of(source, BufferLayout::kProduced) <= taken_[at]) return nullptr;
+  const size_t offset = context_->layout.ring_at(lane_, copy_, source) + static_cast<size_t>(taken_[at] % slots_) * record_bytes_;
+  return reinterpret_cast<const Meta*>(context_->window->local() + offset);
+}
+
+bool CombineCall::reduce() {
+  const Routing& r = *routing_;
+  if (next_token_ >= r.num_tokens) return false;
+  // Slots are given back only after the sums that read them, so a round must not need more than a ring holds.
+  const int64_t most = std::max<int64_t>(1, std::min(kMostTokensPerRound, rows_wire() ? slots_ / std::max(1, r.num_topk) / 2 : slots_ / 2));
+  thread_local std::vector<TokenTerms> round;
+  if (round.size() < static_cast<size_t>(most)) round.resize(static_cast<size_t>(most));
+  int64_t n = 0;
+  while (n < most && next_token_ + n < r.num_tokens && gather(next_token_ + n, round[static_cast<size_t>(n)])) ++n;
+  if (n == 0) return false;
+  std::vector<TokenTerms>& terms = round;
+  context_->parallel_for(n, 2, [&](int64_t from, int64_t to) {
+    for (int64_t i = from; i < to; ++i) add(terms[static_cast<size_t>(i)]);
+  });
+  next_token_ += n;
+  for (int source = 0; source < context_->num_ranks; ++source) {
+    const auto at = static_cast<size_t>(source);
+    if (taken_[at] == released_[at]) continue;
+    released_[at] = taken_[at];
+    raise(source, BufferLayout::kSpace, progress_value(epoch_, static_cast<uint64_t>(taken_[at])));
+  }
+  return true;
+}
+
+/// Collects the terms of a token; false, and nothing taken, if some are not here yet.
+bool CombineCall::gather(int64_t token, TokenTerms& terms) {
+  terms.token = token;
+  terms.rows.clear();
+  terms.weights.clear();
+  terms.node_end.clear();
+  terms.own = -1;
+  return rows_wire() ? gather_rows(token, terms) : gather_partials(token, terms);
+}
+
+bool CombineCall::gather_partials(int64_t token, TokenTerms& terms) {
+  const Routing& r = *routing_;
+  const auto on_rank = [&](int rank) {
+    const auto at = static_cast<size_t>(rank);
+    const int64_t i = r.send_begin[at] + ordinal_[at];
+    return i < r.send_begin[at + 1] && r.send_tokens[static_cast<size_t>(i)] == token;
+  };
+  for (int rank : rank_order_) {
+    if (rank != context_->rank && on_rank(rank) && !next_record(rank) && !stream_ended(rank)) return false;
+  }
+  int32_t lost = 0;
+  const auto terms_of = [&](int rank) {
+    int32_t count = 0;
+    for (int k = 0; k < r.num_topk; ++k) {
+      const int32_t e = r.topk_idx[static_cast<size_t>(token * r.num_topk + k)];
+      count += e >= 0 && r.experts->rank_of(e) == rank;
+    }
+    return count;
+  };
+  for (int node = 0; node < context_->topology.num_nodes(); ++node) {
+    for (int rank : context_->topology.ranks_of(node)) {
+      if (!on_rank(rank)) continue;
+      const auto at = static_cast<size_t>(rank);
+      const int64_t ordinal = ordinal_[at]++;
+      if (rank == context_->rank) {
+        lost += gather_own(ordinal, token, terms);
+        continue;
+      }
+      const Meta* record = next_record(rank);
+      if (!record || record->ordinal != ordinal) {
+        lost += terms_of(rank);
+        continue;
+      }
+      ++taken_[at];
+      lost += record->lost_or_k > 0 ? record->lost_or_k : 0;
+      const auto* bytes = reinterpret_cast<const std::byte*>(record);
+      terms.rows.push_back({bytes + row_at_, scale_bytes_ ? reinterpret_cast<const float*>(bytes + scales_at_) : nullptr});
+      if (side_floats_) merge_side(token, rank, reinterpret_cast<const float*>(bytes + sizeof(Meta)));
+    }
+    terms.node_end.push_back(static_cast<int>(terms.rows.size()));
+  }
+  out_.num_lost[static_cast<size_t>(token)] = lost;
+  return true;
+}
+
+/// The partial sum of this rank's own row of the token. Returns how many of its terms are lost.
+int32_t CombineCall::gather_own(int64_t ordinal, int64_t token, TokenTerms& terms) {
+  const Routing& r = *routing_;
+  const auto me = static_cast<size_t>(context_->rank);
+  const int64_t row = r.recv_begin[me] + ordinal;
+  int32_t present = 0, all = 0;
+  for (int k = 0; k < r.num_topk; ++k) {
+    const int32_t e = r.topk_idx[static_cast<size_t>(token * r.num_topk + k)];
+    if (e < 0 || r.experts->rank_of(e) != context_->rank) continue;
+    ++all;
+    if (row >= r.recv_begin[me + 1]) continue;
+    const auto at = static_cast<size_t>(row * r.num_topk + k);
+    if (r.layout != Layout::rank_major && r.position[at] < 0) continue;
+    ++present;
+    if (args_.side.defined()) out_.side[static_cast<size_t>(token * r.num_topk + k)] = side_of(row, k);
+  }
+  if (present == 0) return all;
+  terms.own_row = row;
+  if (r.layout == Layout::rank_major && args_.apply == CombineWeights::none && wire_dtype() == args_.y.dtype) {
+    terms.rows.push_back({y_row(row), nullptr});
+  } else {
+    terms.own = static_cast<int>(terms.rows.size());
+    terms.rows.push_back({});
+  }
+  return all - present;
+}
+
+void CombineCall::merge_side(int64_t token, int rank, const float* side) {
+  const Routing& r = *routing_;
+  for (int k = 0; k < r.num_topk; ++k) {
+    const auto at = static_cast<size_t>(token * r.num_topk + k);
+    const int32_t e = r.topk_idx[at];
+    if (e >= 0 && r.experts->rank_of(e) == rank) out_.side[at] = side[k];
+  }
+}
+
+bool CombineCall::gather_rows(int64_t token, TokenTerms& terms) {
+  const Routing& r = *routing_;
+  const int32_t* idx = r.topk_idx.data() + token * r.num_topk;
+  // A rank's records of this token are all here once a later one is, or the stream ends, or as many as it can have.
+  for (int rank = 0; rank < context_->num_ranks; ++rank) {
+    if (rank == context_->rank || !header_seen(rank)) {
+      if (rank != context_->rank && !header_seen(rank)) return false;
+      continue;
+    }
+    const int64_t wanted = std::count_if(idx, idx + r.num_topk, [&](int32_t e) { return e >= 0 && r.experts->rank_of(e) == rank; });
+    if (wanted == 0) continue;
+    const auto at = static_cast<size_t>(rank);
+    const int64_t here = std::min(count_of(rank, BufferLayout::kProduced), rows(rank, context_->rank));
+    if (here >= rows(rank, context_->rank) || here - taken_[at] >= wanted) continue;
+    bool later = false;
+    for (int64_t i = taken_[at]; i < here && !later; ++i) {
+      const size_t offset = context_->layout.ring_at(lane_, copy_, rank) + static_cast<size_t>(i % slots_) * record_bytes_;
+      later = reinterpret_cast<const Meta*>(context_->window->local() + offset)->ordinal > ordinal_[at];
+    }
+    if (!later) return false;
+  }
+  int32_t lost = 0;
+  std::vector<char> seen(static_cast<size_t>(context_->num_ranks), 0);
+  for (int k = 0; k < r.num_topk; ++k) {
+    if (idx[k] < 0) continue;
+    const int rank = r.experts->rank_of(idx[k]);
+    const auto at = static_cast<size_t>(rank);
+    const auto flat = static_cast<size_t>(token * r.num_topk + k);
+    seen[at] = 1;
+    if (rank == context_->rank) {
+      const int64_t row = r.recv_begin[at] + ordinal_[at];
+      const int64_t position = r.position[static_cast<size_t>(row * r.num_topk + k)];
+      if (position < 0) {
+        ++lost;
+        continue;
+      }
+      terms.rows.push_back({y_row(position), nullptr});
+      terms.weights.push_back(args_.apply == CombineWeights::source ? r.topk_weights[flat] : args_.apply == CombineWeights::rows ? weight_at(position) : 1.0f);
+      if (side_floats_) out_.side[flat] = side_of(row, k);
+      continue;
+    }
+    const Meta* record = next_record(rank);
+    if (!record || record->ordinal != ordinal_[at] || record->lost_or_k != k) {
+      ++lost;
+      continue;
+    }
+    ++taken_[at];
+    const auto* bytes = reinterpret_cast<const std::byte*>(record);
+    terms.rows.push_back({bytes + row_at_, nullptr});
+    terms.weights.push_back(args_.apply == CombineWeights::source ? r.topk_weights[flat] : record->weight);
+    if (side_floats_) out_.side[flat] = *reinterpret_cast<const float*>(bytes + sizeof(Meta));
+  }
+  for (size_t rank = 0; rank < seen.size(); ++rank) ordinal_[rank] += seen[rank];
+  out_.num_lost[static_cast<size_t>(token)] = lost;
+  return true;
+}
+
+/// One token's sum: own partial first if it has to be made, then nodes, then the whole.
+void CombineCall::add(const TokenTerms& terms) const {
+  thread_local std::vector<std::byte> own, partials;
+  thread_local std::vector<RowRef> rows;
+  rows = terms.rows;
+  std::byte* out = out_.x + terms.token * out_.x_stride;
+  if (rows_wire()) {
+    context_->kernels.sum_rows(rows.data(), args_.apply == CombineWeights::none ? nullptr : terms.weights.data(), static_cast<int>(rows.size()),
+                               args_.y.dtype, hidden_, out, nullptr, args_.y.dtype);
+    return;
+  }
+  const size_t scales_offset = static_cast<size_t>(core::align_up(static_cast<int64_t>(wire_bytes_), 64));
+  const size_t form_bytes = scales_offset + static_cast<size_t>(core::align_up(static_cast<int64_t>(scale_bytes_), 64));
+  const auto form_at = [&](std::vector<std::byte>& memory, size_t i) {
+    std::byte* data = memory.data() + i * form_bytes;
+    return RowRef{data, scale_bytes_ ? reinterpret_cast<const float*>(data + scales_offset) : nullptr};
+  };
+  const auto scales_of = [](const RowRef& row) { return const_cast<float*>(row.scales); };
+  if (terms.own >= 0) {
+    own.resize(form_bytes);
+    const RowRef form = form_at(own, 0);
+    partial_sum(terms.own_row, const_cast<void*>(form.data), scales_of(form));
+    rows[static_cast<size_t>(terms.own)] = form;
+  }
+  size_t n = rows.size();
+  if (context_->topology.num_nodes() > 1) {
+    partials.resize(form_bytes * terms.node_end.size());
+    size_t used = 0;
+    int begin = 0;
+    std::vector<RowRef> nodes;
+    for (int end : terms.node_end) {
+      if (end > begin) {
+        const RowRef form = form_at(partials, used++);
+        context_->kernels.sum_rows(rows.data() + begin, nullptr, end - begin, wire_dtype(), hidden_, const_cast<void*>(form.data), scales_of(form),
+                                   wire_dtype());
+        nodes.push_back(form);
+      }
+      begin = end;
+    }
+    rows = nodes;
+    n = rows.size();
+  }
+  context_->kernels.sum_rows(rows.data(), nullptr, static_cast<int>(n), wire_dtype(), hidden_, out, nullptr, args_.y.dtype);
+}
+
+}  // namespace turnout::engine
