@@ -38,7 +38,7 @@ struct TURNOUT_API BufferConfig {
   std::vector<int> replica_of;
 
   int num_lanes = 1;            ///< independent sequences of calls
-  int max_outstanding = 1;      ///< calls of a lane that may be issued and not yet waited for
+  int max_outstanding = 2;      ///< calls of a lane that may be in flight at once, the one being waited for included
   size_t receive_bytes = 0;     ///< receive region; 0: two results of a balanced routing at max_tokens_per_rank
   size_t staging_bytes = 0;     ///< staging per peer, lane and outstanding call; 0: chosen from row size and ranks
 

@@ -24,7 +24,7 @@ struct BufferShape {
   int num_lanes = 1;
   int depth = 2;                ///< staging copies: one more than calls may be outstanding
   size_t header_bytes = 0;      ///< of one call's header to one rank
-  size_t max_record_bytes = 0;  ///< of the largest record that a ring carries
+  size_t least_staging_bytes = 0;  ///< what a ring must hold at once: four of the largest records, or all rows of a token
   size_t staging_bytes = 0;     ///< of one ring; 0: chosen here
   size_t receive_bytes = 0;
 };
@@ -75,12 +75,11 @@ struct BufferLayout {
            static_cast<size_t>(source);
   }
 
-  /// Room for four of the largest records at least; 1 MiB where few ranks share 16 MiB, so that a ring stays in cache.
+  /// 1 MiB where few ranks share 16 MiB, so that a ring stays in cache; never less than calls need to get on.
   static constexpr size_t ring_bytes_of(const BufferShape& s) {
     constexpr size_t kAll = size_t{16} << 20, kMost = size_t{1} << 20;
     const size_t wanted = s.staging_bytes ? s.staging_bytes : std::min(kMost, kAll / static_cast<size_t>(s.num_ranks));
-    const size_t least = 4 * s.max_record_bytes;
-    return static_cast<size_t>(align_up(static_cast<int64_t>(std::max(wanted, least)), kPage));
+    return static_cast<size_t>(align_up(static_cast<int64_t>(std::max(wanted, s.least_staging_bytes)), kPage));
   }
 };
 

@@ -116,16 +116,16 @@ inline check_rows(e) {
 inline finish(e) {
   check_rows(e);
   ADD(finished[me], e);
-  RAISE(done_signal[COPY(p1, me, e)], e);
-  RAISE(done_signal[COPY(p2, me, e)], e);
   do
   :: last < EPOCHS && HAS(finished[me], last + 1) -> last++
   :: else -> break
   od;
 #if ORDERED
   RAISE(consumed[PAIR(p1, me)], last);
-  RAISE(consumed[PAIR(p2, me)], last)
+  RAISE(consumed[PAIR(p2, me)], last);
 #endif
+  RAISE(done_signal[COPY(p1, me, e)], e);
+  RAISE(done_signal[COPY(p2, me, e)], e)
 }
 
 inline wait(e) {
@@ -190,7 +190,7 @@ proctype Rank(byte me, p1, p2) {
   CALL_STEPS(2)
   CALL_STEPS(3)
   CALL_STEPS(4)
-  :: d_step { released[me] == (1 << (EPOCHS + 1)) - 2 -> break }
+  :: released[me] == (1 << (EPOCHS + 1)) - 2 -> break
   od
 }
 

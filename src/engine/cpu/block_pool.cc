@@ -48,6 +48,14 @@ void BlockPool::give_back(const Block& block) {
   add_gap(block.offset, block.num_bytes);
 }
 
+bool BlockPool::is_taken(size_t offset) const {
+  std::lock_guard lock(mutex_);
+  auto next = gaps_.upper_bound(offset);
+  if (next == gaps_.begin()) return true;
+  const auto gap = std::prev(next);
+  return offset >= gap->first + gap->second;
+}
+
 size_t BlockPool::bytes_free() const {
   std::lock_guard lock(mutex_);
   size_t sum = 0;

@@ -27,6 +27,9 @@ class BlockPool {
   void trim(Block& block, size_t num_bytes);
   void give_back(const Block& block);
 
+  /// Whether the byte at `offset` of the region belongs to a block that is taken.
+  bool is_taken(size_t offset) const;
+
   size_t num_bytes() const { return num_bytes_; }
   size_t bytes_free() const;
   size_t largest_gap() const;

@@ -1,0 +1,214 @@
+// Checks of dispatch() and combine(). Messages carry the numbers that clash.
+#include "api/arguments.h"
+
+#include <cstdint>
+#include <string>
+
+#include "core/math.h"
+#include "engine/cpu/row_format.h"
+
+namespace turnout::api {
+
+namespace {
+
+std::string str(int64_t n) { return std::to_string(n); }
+[[noreturn]] void refuse(const std::string& text) { throw InvalidArgument(text); }
+
+/// A matrix of rows: two dimensions, last stride 1, data unless there are no rows, aligned to its elements, on the CPU.
+void check_matrix(const std::string& what, const TensorView& t, int ndim = 2) {
+  if (!t.defined()) refuse(what + " is missing");
+  if (t.ndim != ndim) refuse(what + " is " + t.to_string() + ", but must have " + str(ndim) + " dimensions");
+  if (t.device.kind != DeviceKind::cpu) refuse(what + " is on " + std::string(name(t.device.kind)) + ", but this Buffer is on the CPU");
+  for (int d = 0; d < ndim; ++d) {
+    if (t.shape[static_cast<size_t>(d)] < 0) refuse(what + " is " + t.to_string() + ": a dimension is negative");
+  }
+  if (t.num_elements() == 0) return;
+  if (t.data == nullptr) refuse(what + " is " + t.to_string() + " with null data");
+  const auto last = static_cast<size_t>(ndim - 1);
+  if (t.shape[last] > 1 && t.strides[last] != 1) refuse(what + " is " + t.to_string() + ", but elements of a row must be adjacent (last stride 1)");
+  for (size_t d = 0; d < last; ++d) {
+    if (t.shape[d] > 1 && t.strides[d] < 0) refuse(what + " is " + t.to_string() + ": strides must not be negative");
+  }
+  if (reinterpret_cast<uintptr_t>(t.data) % size_of(t.dtype) != 0) {
+    refuse(what + " is not aligned: its address is no multiple of " + str(static_cast<int64_t>(size_of(t.dtype))) + " bytes (" +
+           std::string(name(t.dtype)) + ")");
+  }
+}
+
+void check_dense(const std::string& what, const TensorView& t) {
+  if (!t.is_dense() && t.num_elements() > 0) refuse(what + " is " + t.to_string() + ", but must be dense");
+}
+
+void check_shape(const std::string& what, const TensorView& t, std::initializer_list<int64_t> shape) {
+  size_t d = 0;
+  bool same = t.ndim == static_cast<int>(shape.size());
+  for (int64_t extent : shape) same = same && t.shape[d++] == extent;
+  if (same) return;
+  std::string wanted;
+  for (int64_t extent : shape) wanted += (wanted.empty() ? "" : ", ") + str(extent);
+  refuse(what + " is " + t.to_string() + ", but must be [" + wanted + "]");
+}
+
+/// Rows of an output must not overlap.
+void check_output(const std::string& what, const TensorView& t, DType dtype, int64_t cols) {
+  check_matrix(what, t, t.ndim == 3 ? 3 : 2);
+  if (t.dtype != dtype) refuse(what + " is " + t.to_string() + ", but the result is " + std::string(name(dtype)));
+  const auto last = static_cast<size_t>(t.ndim - 1);
+  if (t.shape[last] != cols) refuse(what + " is " + t.to_string() + ", but rows of the result have " + str(cols) + " elements");
+  if (t.shape[last - 1] > 1 && t.strides[last - 1] < cols) refuse(what + " is " + t.to_string() + ": its rows overlap");
+}
+
+void check_ids(const TensorView& ids, int num_experts) {
+  const int64_t n = ids.num_elements();
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t id = ids.dtype == DType::i64 ? ids.as<const int64_t>()[i] : ids.as<const int32_t>()[i];
+    if (id >= -1 && id < num_experts) continue;
+    refuse("dispatch: topk_idx[" + str(i / ids.shape[1]) + "][" + str(i % ids.shape[1]) + "] is " + str(id) + ", but experts are 0 to " +
+           str(num_experts - 1) + ", and -1 is none");
+  }
+}
+
+void check_row_width(const std::string& what, const TensorView& t, const BufferConfig& config) {
+  const int64_t hidden = t.shape[static_cast<size_t>(t.ndim - 1)];
+  if (hidden < 1) refuse(what + " is " + t.to_string() + ": rows must have at least one element");
+  const size_t bytes = static_cast<size_t>(hidden) * size_of(t.dtype);
+  if (bytes > row_bytes(config)) {
+    refuse(what + " is " + t.to_string() + ": rows of " + str(static_cast<int64_t>(bytes)) + " bytes, but this Buffer was made for at most " +
+           str(static_cast<int64_t>(row_bytes(config))) + " (hidden " + str(config.hidden) + " of " + std::string(name(config.dtype)) + ")");
+  }
+}
+
+void check_lane(const std::string& call, const BufferConfig& config, int lane, OnFailure on_failure) {
+  if (lane < 0 || lane >= config.num_lanes) refuse(call + ": lane is " + str(lane) + ", but this Buffer has lanes 0 to " + str(config.num_lanes - 1));
+  if (on_failure == OnFailure::mask) refuse(call + ": on_failure=mask is not in this version; use raise");
+}
+
+const internal::Routing& check_handle(const std::string& call, const engine::Context& context, const Handle* handle) {
+  if (!handle || !*handle) refuse(call + ": handle is empty; give the handle of a dispatch of this Buffer");
+  if (handle->routing()->buffer != context.serial) refuse(call + ": handle was made by another Buffer (or one that is closed)");
+  return *handle->routing();
+}
+
+void check_routing_args(const engine::Context& context, const DispatchArgs& args) {
+  const BufferConfig& config = context.config;
+  const int64_t tokens = args.x.shape[0];
+  check_matrix("dispatch: topk_idx", args.topk_idx);
+  if (args.topk_idx.dtype != DType::i32 && args.topk_idx.dtype != DType::i64) refuse("dispatch: topk_idx is " + args.topk_idx.to_string() + ", but must be i32 or i64");
+  if (args.topk_idx.shape[0] != tokens) refuse("dispatch: x has " + str(tokens) + " tokens but topk_idx has " + str(args.topk_idx.shape[0]));
+  const int64_t topk = args.topk_idx.shape[1];
+  if (topk < 1 || topk > config.max_topk) refuse("dispatch: topk_idx has " + str(topk) + " experts per token, but this Buffer takes 1 to " + str(config.max_topk) + " (max_topk)");
+  check_dense("dispatch: topk_idx", args.topk_idx);
+  check_ids(args.topk_idx, config.num_experts);
+  if (args.topk_weights.defined()) {
+    check_matrix("dispatch: topk_weights", args.topk_weights);
+    if (args.topk_weights.dtype != DType::fp32 && args.topk_weights.dtype != DType::bf16) {
+      refuse("dispatch: topk_weights is " + args.topk_weights.to_string() + ", but must be fp32 or bf16");
+    }
+    check_shape("dispatch: topk_weights", args.topk_weights, {tokens, topk});
+    check_dense("dispatch: topk_weights", args.topk_weights);
+  }
+  if (args.capacity && *args.capacity < 0) refuse("dispatch: capacity is " + str(*args.capacity) + ", but must be 0 or more");
+  if (args.capacity && *args.capacity > INT32_MAX) refuse("dispatch: capacity is " + str(*args.capacity) + ", but must be below 2^31");
+  if (args.layout == Layout::expert_slab && !args.capacity) refuse("dispatch: layout expert_slab needs a capacity (rows per local expert)");
+  if (args.expert_alignment < 1 || args.expert_alignment > (1 << 20)) {
+    refuse("dispatch: expert_alignment is " + str(args.expert_alignment) + ", but must be 1 to 1048576");
+  }
+}
+
+}  // namespace
+
+size_t row_bytes(const BufferConfig& config) { return static_cast<size_t>(config.hidden) * size_of(config.dtype); }
+
+void check_dispatch(const engine::Context& context, const DispatchArgs& args) {
+  const BufferConfig& config = context.config;
+  check_lane("dispatch", config, args.lane, args.on_failure);
+  check_matrix("dispatch: x", args.x);
+  check_row_width("dispatch: x", args.x, config);
+  const int64_t tokens = args.x.shape[0];
+  if (tokens > config.max_tokens_per_rank) {
+    refuse("dispatch: x has " + str(tokens) + " tokens, but this Buffer takes at most " + str(config.max_tokens_per_rank) +
+           " per call (max_tokens_per_rank); give fewer or make the Buffer for more");
+  }
+  if (args.handle) {
+    const internal::Routing& r = check_handle("dispatch", context, args.handle);
+    if (args.topk_idx.defined() || args.topk_weights.defined()) refuse("dispatch: topk_idx and topk_weights are in the handle already; leave them out");
+    if (tokens != r.num_tokens) refuse("dispatch: x has " + str(tokens) + " tokens but the handle has " + str(r.num_tokens));
+  } else {
+    check_routing_args(context, args);
+  }
+  if (args.quantize != Quantize::none && args.x.dtype != DType::bf16 && args.x.dtype != DType::fp16 && args.x.dtype != DType::fp32) {
+    refuse("dispatch: x is " + args.x.to_string() + ", but quantize takes bf16, fp16 or fp32");
+  }
+  if (args.side.size() > engine::kMaxSideArrays) refuse("dispatch: " + str(static_cast<int64_t>(args.side.size())) + " side arrays, at most 16");
+  size_t side_bytes = 0;
+  for (size_t s = 0; s < args.side.size(); ++s) {
+    const std::string what = "dispatch: side[" + str(static_cast<int64_t>(s)) + "]";
+    check_matrix(what, args.side[s]);
+    if (args.side[s].shape[0] != tokens) refuse(what + " has " + str(args.side[s].shape[0]) + " rows but x has " + str(tokens));
+    side_bytes += static_cast<size_t>(args.side[s].shape[1]) * size_of(args.side[s].dtype);
+  }
+  if (side_bytes > config.max_side_bytes) {
+    refuse("dispatch: side arrays have " + str(static_cast<int64_t>(side_bytes)) + " bytes per row, but this Buffer was made for at most " +
+           str(static_cast<int64_t>(config.max_side_bytes)) + " (max_side_bytes)");
+  }
+  if (args.out.defined()) {
+    if (args.result == ResultKind::lease) refuse("dispatch: out and result=lease exclude each other");
+    const DType dtype = args.quantize == Quantize::none ? args.x.dtype : DType::fp8_e4m3;
+    check_output("dispatch: out", args.out, dtype, args.x.shape[1]);
+    if (args.out.ndim == 3) check_dense("dispatch: out", args.out);
+  }
+}
+
+void check_combine(const engine::Context& context, const CombineArgs& args) {
+  const BufferConfig& config = context.config;
+  check_lane("combine", config, args.lane, args.on_failure);
+  const internal::Routing& r = check_handle("combine", context, args.handle);
+  const bool slab = r.layout == Layout::expert_slab;
+  check_matrix("combine: y", args.y, slab && args.y.ndim == 3 ? 3 : 2);
+  if (!is_summable(args.y.dtype)) refuse("combine: y is " + args.y.to_string() + ", but must be fp16, bf16, fp32 or fp64");
+  check_row_width("combine: y", args.y, config);
+  const int64_t have = args.y.ndim == 3 ? args.y.shape[0] * args.y.shape[1] : args.y.shape[0];
+  const int64_t need = slab ? r.result_rows() : r.num_rows;
+  if (slab && args.y.ndim == 3) {
+    if (args.y.shape[0] != r.num_local_experts() || args.y.shape[1] != r.capacity) {
+      refuse("combine: y is " + args.y.to_string() + ", but must be [" + str(r.num_local_experts()) + ", " + str(r.capacity) + ", hidden]");
+    }
+  }
+  if (have < need) refuse("combine: y has " + str(have) + " rows, but the handle's dispatch delivered " + str(need));
+  const auto* base = context.window ? const_cast<engine::Context&>(context).window->local() : nullptr;
+  const auto* data = static_cast<const std::byte*>(args.y.data);
+  if (need > 0 && data >= base && data < base + context.layout.num_bytes && !context.pool.is_taken(static_cast<size_t>(data - base))) {
+    refuse("combine: y is a view of a lease that was released");
+  }
+  if (args.wire == Wire::rows && r.layout == Layout::rank_major) {
+    refuse("combine: wire=rows needs one row per expert, but the handle's layout is rank_major; use expert_major or expert_slab");
+  }
+  if (args.apply == CombineWeights::source) {
+    if (!r.has_weights) refuse("combine: weights=source, but the dispatch was given no topk_weights");
+    if (r.layout == Layout::rank_major) {
+      refuse("combine: weights=source needs one row per expert, but the handle's layout is rank_major; weight the rows or use another layout");
+    }
+  }
+  if ((args.apply == CombineWeights::rows) != args.weights.defined()) {
+    refuse(args.weights.defined() ? "combine: weights are given but not applied; set apply=rows" : "combine: apply=rows, but weights are missing");
+  }
+  if (args.weights.defined()) {
+    if (args.weights.dtype != DType::fp32 && args.weights.dtype != DType::bf16) refuse("combine: weights is " + args.weights.to_string() + ", but must be fp32 or bf16");
+    check_dense("combine: weights", args.weights);
+    if (args.weights.num_elements() < need) refuse("combine: weights has " + str(args.weights.num_elements()) + " elements for " + str(need) + " rows");
+    if (need > 0 && !args.weights.data) refuse("combine: weights has null data");
+  }
+  if (args.side.defined()) {
+    if (args.side.dtype != DType::fp32) refuse("combine: side is " + args.side.to_string() + ", but must be fp32");
+    check_dense("combine: side", args.side);
+    const int64_t scalars = r.layout == Layout::rank_major ? r.num_recv() * r.num_topk : need;
+    if (args.side.num_elements() < scalars) refuse("combine: side has " + str(args.side.num_elements()) + " elements, but must have " + str(scalars));
+    if (scalars > 0 && !args.side.data) refuse("combine: side has null data");
+  }
+  if (args.out.defined()) {
+    check_output("combine: out", args.out, args.y.dtype, args.y.shape[static_cast<size_t>(args.y.ndim - 1)]);
+    if (args.out.ndim != 2 || args.out.shape[0] != r.num_tokens) refuse("combine: out is " + args.out.to_string() + ", but the handle has " + str(r.num_tokens) + " tokens");
+  }
+}
+
+}  // namespace turnout::api

@@ -1,0 +1,21 @@
+// The public door: what a call was given is checked here, once, in words.
+#pragma once
+#include "engine/cpu/context.h"
+#include "engine/cpu/header.h"
+#include "engine/routing.h"
+#include "turnout/buffer.h"
+
+namespace turnout::api {
+
+/// Throws InvalidArgument naming the argument, what came and what would do.
+void check_dispatch(const engine::Context& context, const DispatchArgs& args);
+void check_combine(const engine::Context& context, const CombineArgs& args);
+
+/// The facts of a call that must be the same on all ranks. Take arguments as they come: they may be wrong.
+engine::CallFacts facts_of(const engine::Context& context, const DispatchArgs& args);
+engine::CallFacts facts_of(const engine::Context& context, const CombineArgs& args);
+
+/// Bytes of the widest row that the configuration allows.
+size_t row_bytes(const BufferConfig& config);
+
+}  // namespace turnout::api
