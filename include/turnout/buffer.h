@@ -81,7 +81,6 @@ class TURNOUT_API DispatchResult {
 
  private:
   friend class internal::BufferImpl;
-  friend struct ResultAccess;
   std::shared_ptr<internal::Memory> memory_;
 };
 
@@ -122,9 +121,10 @@ class TURNOUT_API CombineResult {
 
  private:
   friend class internal::BufferImpl;
-  friend struct ResultAccess;
   std::shared_ptr<internal::Memory> memory_;
 };
+
+class Buffer;
 
 /// A call that was issued and not yet waited for. Movable. Destroying it without wait() waits for it and drops the result.
 template <class Result>
@@ -139,8 +139,7 @@ class TURNOUT_API Pending {
   TensorView arrived() const;
 
  private:
-  friend class internal::BufferImpl;
-  friend struct ResultAccess;
+  friend class Buffer;
   explicit Pending(std::shared_ptr<internal::PendingImpl> impl);
   std::shared_ptr<internal::PendingImpl> impl_;
 };

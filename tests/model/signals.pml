@@ -19,6 +19,10 @@
 #ifndef ORDERED
 #define ORDERED 0
 #endif
+#ifndef NUM_FREE
+#define NUM_FREE 1   /* ranks below it have a free user */
+#endif
+#define FREE(rank) ((rank) < NUM_FREE)
 #define R 3
 #define EPOCHS 4
 #define OUT 2
@@ -85,7 +89,6 @@ inline send_header(p, e) {
 
 /* All headers are here: from now on the offers are known. */
 inline plan(e) {
-  ADD(planned, e);
   assert(header[COPY(me, p1, e)] == e && header[COPY(me, p2, e)] == e);
   may_write[p1 * (EPOCHS + 1) + e] = offer[COPY(me, p1, e)];
   may_write[p2 * (EPOCHS + 1) + e] = offer[COPY(me, p2, e)]
@@ -152,40 +155,47 @@ inline release(e) {
 #define OFFER_MAY(b) (lease[BLOCK(me, b)] == 0)
 #endif
 
+#define ALL_HEADERS(e) (HAS(header_sent[p1], e) && HAS(header_sent[p2], e) && \
+  header_signal[COPY(me, p1, e)] >= e && header_signal[COPY(me, p2, e)] >= e)
+#define ALL_ROWS(e) (HAS(rows_sent[p2], e) && rows_signal[COPY(me, p1, e)] >= e && rows_signal[COPY(me, p2, e)] >= e)
+
 #define HEADER_STEP(p, e) \
   :: d_step { e <= issued[me] && !HAS(header_sent[p], e) && MAY_SEND(me, p, e) -> send_header(p, e) }
+/* Rows go to one peer after the other, `before` says when. */
 #if MUTATE == 4
-#define ROWS_STEP(p, e) \
-  :: d_step { HAS(planned, e) && !HAS(rows_raised[p], e) -> ADD(rows_raised[p], e); RAISE(rows_signal[COPY(p, me, e)], e) } \
+#define ROWS_STEP(p, e, before, prepare) \
+  :: d_step { before && !HAS(rows_raised[p], e) -> prepare; ADD(rows_raised[p], e); RAISE(rows_signal[COPY(p, me, e)], e) } \
   :: d_step { HAS(rows_raised[p], e) && !HAS(rows_sent[p], e) -> ADD(rows_sent[p], e); write_rows(p, e) }
 #else
-#define ROWS_STEP(p, e) \
-  :: d_step { HAS(planned, e) && !HAS(rows_sent[p], e) -> \
-     ADD(rows_sent[p], e); write_rows(p, e); RAISE(rows_signal[COPY(p, me, e)], e) }
+#define ROWS_STEP(p, e, before, prepare) \
+  :: d_step { before && !HAS(rows_sent[p], e) -> \
+     prepare; ADD(rows_sent[p], e); write_rows(p, e); RAISE(rows_signal[COPY(p, me, e)], e) }
 #endif
+/* A free user waits in any order and keeps results as long as he likes; the others wait in order and keep nothing. */
 #define CALL_STEPS(e) \
   HEADER_STEP(p1, e) HEADER_STEP(p2, e) \
-  :: d_step { HAS(header_sent[p1], e) && HAS(header_sent[p2], e) && !HAS(planned, e) && \
-     header_signal[COPY(me, p1, e)] >= e && header_signal[COPY(me, p2, e)] >= e -> plan(e) } \
-  ROWS_STEP(p1, e) ROWS_STEP(p2, e) \
-  :: d_step { HAS(rows_sent[p1], e) && HAS(rows_sent[p2], e) && !HAS(finished[me], e) && \
-     rows_signal[COPY(me, p1, e)] >= e && rows_signal[COPY(me, p2, e)] >= e -> finish(e) } \
-  :: d_step { HAS(finished[me], e) && !HAS(waited, e) -> wait(e) } \
-  :: d_step { HAS(waited, e) && my_offer[e] -> release(e) }
+  ROWS_STEP(p1, e, ALL_HEADERS(e), plan(e)) ROWS_STEP(p2, e, HAS(rows_sent[p1], e), skip) \
+  :: d_step { ALL_ROWS(e) && !HAS(finished[me], e) -> finish(e) } \
+  :: d_step { HAS(finished[me], e) && !HAS(waited, e) && (FREE(me) || num_waited + 1 == e) -> wait(e); \
+     if \
+     :: !FREE(me) && my_offer[e] -> release(e) \
+     :: else \
+     fi } \
+  :: d_step { FREE(me) && HAS(waited, e) && my_offer[e] -> release(e) }
 
-/* Whatever a rank does, it moves all of its outstanding calls (Lane::drive); the user may wait for them in any order and
-   keep a result as long as he likes. */
+/* Whatever a rank does, it moves all of its outstanding calls (Lane::drive). The lowest free block is offered; a free user
+   may want memory of his own instead. */
 proctype Rank(byte me, p1, p2) {
   byte my_offer[EPOCHS + 1], may_write[R * (EPOCHS + 1)];
   byte header_sent[R], rows_sent[R];
 #if MUTATE == 4
   byte rows_raised[R];
 #endif
-  byte planned, waited, num_waited, last, b;
+  byte waited, num_waited, last, b;
   do
-  :: d_step { ISSUE_MAY -> issue(0) }
+  :: d_step { ISSUE_MAY && (FREE(me) || (!OFFER_MAY(1) && !OFFER_MAY(2))) -> issue(0) }
   :: d_step { ISSUE_MAY && OFFER_MAY(1) -> issue(1) }
-  :: d_step { ISSUE_MAY && OFFER_MAY(2) -> issue(2) }
+  :: d_step { ISSUE_MAY && !OFFER_MAY(1) && OFFER_MAY(2) -> issue(2) }
   CALL_STEPS(1)
   CALL_STEPS(2)
   CALL_STEPS(3)

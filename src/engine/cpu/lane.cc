@@ -36,6 +36,26 @@ void Lane::restart(uint64_t epoch) {
   next_epoch_ = first_epoch_ = epoch;
 }
 
+void Lane::finish_all() {
+  const auto calls = calls_;
+  for (const auto& call : calls) {
+    if (call->failure || call->done()) continue;
+    try {
+      drive(*call, Until::done);
+    } catch (const InvalidArgument&) {
+      calls_.push_back(call);  // told at its wait()
+    }
+  }
+}
+
+void Lane::abandon() {
+  for (auto& call : calls_) {
+    if (!call->failure && !call->done()) call->failure = std::make_exception_ptr(InvalidArgument("the Buffer was closed before wait()"));
+    call->give_up();
+  }
+  calls_.clear();
+}
+
 bool Lane::progress_all() {
   bool moved = false;
   for (auto& call : calls_) {

@@ -38,6 +38,11 @@ class Lane {
   /// One round of progress over all outstanding calls: true if anything moved. A call that fails keeps its failure.
   bool progress_all();
 
+  /// Drives every outstanding call until it is done or has failed; they stay until waited for. Throws as drive() when the Buffer aborts.
+  void finish_all();
+  /// The Buffer is closed: gives every outstanding call up.
+  void abandon();
+
   /// Forgets every outstanding call and starts again at `epoch`, the same on all ranks.
   void restart(uint64_t epoch);
 

@@ -1,0 +1,254 @@
+// Calls: checked, given an epoch, driven. A refused call consumes its epoch on all ranks.
+#include "api/buffer_impl.h"
+
+#include <cstring>
+#include <string>
+
+#include "api/arguments.h"
+#include "api/layout.h"
+#include "engine/cpu/page_pool.h"
+#include "engine/cpu/refused_call.h"
+#include "engine/cpu/send_list.h"
+#include "util/env.h"
+
+namespace turnout {
+inline namespace v0 {
+namespace internal {
+
+using engine::Lane;
+
+BufferImpl::BufferImpl(std::shared_ptr<CommunicatorImpl> communicator, const BufferConfig& config, Allocator* allocator)
+    : communicator_(std::move(communicator)) {
+  transport::Transport& transport = *communicator_->transport;
+  std::string refusal;
+  try {
+    config.validate(transport.num_ranks());
+  } catch (const InvalidArgument& e) {
+    refusal = e.what();
+  }
+  {
+    std::lock_guard lock(communicator_->mutex);
+    if (refusal.empty()) agree(config);
+    else communicator_->bootstrap->all_gather("Buffer configuration", std::as_bytes(std::span("refused", 7)));
+  }
+  if (!refusal.empty()) throw InvalidArgument(refusal);
+
+  const core::BufferLayout layout = api::arena_of(config, transport.num_ranks());
+  std::unique_ptr<transport::Window> window;
+  {
+    std::lock_guard lock(communicator_->mutex);
+    window = transport.open("buffer", layout.num_bytes, layout.num_signals());
+  }
+  if (config.touch_pages) std::memset(window->local() + layout.receive, 0, layout.receive_bytes);
+  std::shared_ptr<Allocator> own;
+  if (!allocator) {
+    own = std::make_shared<engine::PagePool>();
+    allocator = own.get();
+  }
+  context_ = std::make_shared<engine::Context>(communicator_->transport, std::move(window), layout, communicator_->topology, config, own, allocator);
+  for (int lane = 0; lane < config.num_lanes; ++lane) lanes_.push_back(std::make_unique<Lane>(context_, lane));
+}
+
+/// Every fact of the configuration on every rank, compared; a difference raises on all ranks.
+void BufferImpl::agree(const BufferConfig& config) {
+  std::string map;
+  for (int rank : config.expert_to_rank) map += std::to_string(rank) + " ";
+  const std::vector<std::pair<std::string, std::string>> facts = {
+      {"num_experts", std::to_string(config.num_experts)},
+      {"hidden", std::to_string(config.hidden)},
+      {"dtype", std::string(name(config.dtype))},
+      {"max_tokens_per_rank", std::to_string(config.max_tokens_per_rank)},
+      {"max_topk", std::to_string(config.max_topk)},
+      {"max_side_bytes", std::to_string(config.max_side_bytes)},
+      {"num_lanes", std::to_string(config.num_lanes)},
+      {"max_outstanding", std::to_string(config.max_outstanding)},
+      {"receive_bytes", std::to_string(config.receive_bytes)},
+      {"staging_bytes", std::to_string(config.staging_bytes)},
+      {"expert_to_rank", map.empty() ? "default" : map},
+      {"library", std::string(version())},
+  };
+  std::string mine;
+  for (const auto& [fact, value] : facts) mine += value + '\n';
+  const auto all = communicator_->bootstrap->all_gather("Buffer configuration", std::as_bytes(std::span(mine.data(), mine.size())));
+  std::vector<std::vector<std::string>> values(all.size());
+  std::string refusers;
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    const std::string text(reinterpret_cast<const char*>(all[rank].data()), all[rank].size());
+    if (text == "refused") refusers += (refusers.empty() ? "" : ", ") + std::to_string(rank);
+    for (size_t at = 0, end; (end = text.find('\n', at)) != std::string::npos; at = end + 1) values[rank].push_back(text.substr(at, end - at));
+  }
+  if (!refusers.empty()) throw InvalidArgument("Buffer: refused by rank " + refusers + ", whose own error says why");
+  std::string table;
+  for (size_t f = 0; f < facts.size(); ++f) {
+    bool same = true;
+    std::string line = "\n  " + facts[f].first + ":";
+    for (size_t rank = 0; rank < values.size(); ++rank) {
+      const std::string value = f < values[rank].size() ? values[rank][f] : "?";
+      same = same && value == facts[f].second;
+      line += (rank ? ", rank " : " rank ") + std::to_string(rank) + " = " + value;
+    }
+    if (!same) table += line;
+  }
+  if (!table.empty()) throw InvalidArgument("Buffer: ranks disagree about the configuration" + table);
+}
+
+void BufferImpl::require_open(const char* call) const {
+  if (context_->closed.load(std::memory_order_acquire)) throw InvalidArgument(std::string(call) + ": this Buffer is closed");
+}
+
+template <class Args>
+void BufferImpl::refuse(const Args& args, Lane& lane, const InvalidArgument& why) {
+  auto call = std::make_shared<engine::RefusedCall>(context_, lane.index(), lane.take_epoch(), lane.first_epoch(), api::facts_of(*context_, args));
+  lane.add(call);
+  lane.drive(*call, Lane::Until::sent);
+  lane.remove(call.get());
+  throw InvalidArgument(why.what());
+}
+
+namespace {
+
+void check_outstanding(const BufferConfig& config, const Lane& lane, const char* name) {
+  if (lane.num_outstanding() < config.max_outstanding) return;
+  throw InvalidArgument(std::string(name) + ": lane " + std::to_string(lane.index()) + " has " + std::to_string(lane.num_outstanding()) +
+                        " calls in flight, at most " + std::to_string(config.max_outstanding) + " (max_outstanding); wait for one first");
+}
+
+}  // namespace
+
+std::shared_ptr<PendingImpl> BufferImpl::start(const DispatchArgs& args) {
+  require_open("dispatch");
+  if (args.lane < 0 || args.lane >= context_->config.num_lanes) api::check_dispatch(*context_, args);
+  Lane& lane = this->lane(args.lane);
+  std::lock_guard lock(lane.mutex);
+  context_->check_abort();
+  try {
+    check_outstanding(context_->config, lane, "dispatch");
+    api::check_dispatch(*context_, args);
+  } catch (const InvalidArgument& why) {
+    refuse(args, lane, why);
+  }
+  engine::CallFacts facts = api::facts_of(*context_, args);
+  std::shared_ptr<Routing> fresh;
+  std::shared_ptr<const Routing> cached;
+  const uint64_t epoch = lane.take_epoch();
+  if (args.handle) {
+    cached = args.handle->routing();
+    facts.generation = static_cast<int64_t>(cached->experts->hash() >> 1);
+  } else {
+    std::shared_ptr<const core::ExpertMap> experts;
+    {
+      std::lock_guard map_lock(context_->experts_mutex);
+      experts = context_->experts;
+    }
+    facts.generation = static_cast<int64_t>(experts->hash() >> 1);
+    fresh = engine::list_sends(std::move(experts), args.topk_idx, args.topk_weights, args.x.shape[0]);
+    fresh->buffer = context_->serial;
+    fresh->id = static_cast<int64_t>(args.lane) << 48 | static_cast<int64_t>(epoch);
+    fresh->layout = args.layout;
+    fresh->capacity = args.capacity.value_or(-1);
+    fresh->alignment = args.layout == Layout::expert_major ? args.expert_alignment : 1;
+  }
+  auto pending = std::make_shared<PendingImpl>(shared_from_this(), args.lane);
+  pending->dispatch = std::make_shared<engine::DispatchCall>(context_, args.lane, epoch, lane.first_epoch(), facts, args, fresh, cached);
+  lane.add(pending->dispatch);
+  lane.drive(*pending->dispatch, Lane::Until::sent);
+  return pending;
+}
+
+std::shared_ptr<PendingImpl> BufferImpl::start(const CombineArgs& args) {
+  require_open("combine");
+  if (args.lane < 0 || args.lane >= context_->config.num_lanes) api::check_combine(*context_, args);
+  Lane& lane = this->lane(args.lane);
+  std::lock_guard lock(lane.mutex);
+  context_->check_abort();
+  try {
+    check_outstanding(context_->config, lane, "combine");
+    api::check_combine(*context_, args);
+  } catch (const InvalidArgument& why) {
+    refuse(args, lane, why);
+  }
+  auto pending = std::make_shared<PendingImpl>(shared_from_this(), args.lane);
+  pending->combine = std::make_shared<engine::CombineCall>(context_, args.lane, lane.take_epoch(), lane.first_epoch(), api::facts_of(*context_, args),
+                                                           args, args.handle->routing());
+  lane.add(pending->combine);
+  lane.drive(*pending->combine, Lane::Until::sent);
+  return pending;
+}
+
+void BufferImpl::receive_meanwhile(const std::shared_ptr<PendingImpl>& pending) {
+  PendingImpl* p = pending.get();  // stop_resident() joins before the pending call dies
+  p->resident = std::thread([this, p] {
+    transport::Window& window = *context_->window;
+    while (!p->stop.load(std::memory_order_acquire) && context_->status.load(std::memory_order_acquire) == 0) {
+      const uint32_t ticket = window.ticket();
+      {
+        Lane& l = lane(p->lane);
+        std::lock_guard lock(l.mutex);
+        if (p->dispatch->done() || p->dispatch->failure) return;
+        if (l.progress_all()) continue;
+        window.progress();
+      }
+      window.idle(ticket, context_->transport->spin());
+    }
+  });
+}
+
+void BufferImpl::set_expert_to_rank(const std::vector<int>& expert_to_rank) {
+  require_open("set_expert_to_rank");
+  if (static_cast<int>(expert_to_rank.size()) != context_->config.num_experts) {
+    throw InvalidArgument("set_expert_to_rank: " + std::to_string(expert_to_rank.size()) + " entries, but this Buffer has " +
+                          std::to_string(context_->config.num_experts) + " experts");
+  }
+  auto map = std::make_shared<const core::ExpertMap>(core::ExpertMap::of(expert_to_rank, context_->num_ranks));
+  std::lock_guard lock(context_->experts_mutex);
+  context_->experts = std::move(map);
+}
+
+void BufferImpl::check() {
+  require_open("check");
+  context_->check_abort();
+}
+
+void BufferImpl::synchronize() {
+  require_open("synchronize");
+  for (auto& l : lanes_) {
+    std::lock_guard lock(l->mutex);
+    l->finish_all();
+  }
+  context_->check_abort();
+}
+
+void BufferImpl::recover() {
+  require_open("recover");
+  std::vector<std::unique_lock<std::mutex>> locks;
+  for (auto& l : lanes_) locks.emplace_back(l->mutex);
+  std::lock_guard steps(communicator_->mutex);
+  // Everybody has left their calls once all have arrived here; then nobody writes into anybody's arena any more.
+  std::vector<uint64_t> mine;
+  for (auto& l : lanes_) mine.push_back(l->next_epoch());
+  const auto all = communicator_->bootstrap->all_gather("recover", std::as_bytes(std::span(mine)));
+  for (size_t l = 0; l < lanes_.size(); ++l) {
+    uint64_t latest = 0;
+    for (const auto& bytes : all) {
+      uint64_t epoch = 0;
+      if (bytes.size() == mine.size() * sizeof epoch) std::memcpy(&epoch, bytes.data() + l * sizeof epoch, sizeof epoch);
+      latest = std::max(latest, epoch);
+    }
+    lanes_[l]->restart(latest);
+  }
+  context_->forget_abort();
+  communicator_->bootstrap->barrier("recovered");
+}
+
+void BufferImpl::close() {
+  if (!context_->closed.exchange(true)) {
+    for (auto& l : lanes_) {
+      std::lock_guard lock(l->mutex);
+      l->abandon();
+    }
+  }
+}
+
+}  // namespace internal
+}  // namespace v0
+}  // namespace turnout

@@ -1,0 +1,84 @@
+// The body of Buffer: lanes over one engine context, and what pending calls and results keep.
+#pragma once
+#include <atomic>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "api/communicator_impl.h"
+#include "engine/cpu/combine_call.h"
+#include "engine/cpu/dispatch_call.h"
+#include "engine/cpu/lane.h"
+#include "turnout/buffer.h"
+
+namespace turnout {
+inline namespace v0 {
+namespace internal {
+
+/// Keeps the memory behind a result's views.
+class Memory {
+ public:
+  std::shared_ptr<engine::ResultMemory> rows;
+  std::shared_ptr<const Routing> routing;
+  int64_t num_rows = 0, num_dropped = 0;
+  std::vector<int64_t> arrived;
+  std::vector<float> side;
+  std::vector<int32_t> num_lost;
+};
+
+class BufferImpl;
+
+class PendingImpl {
+ public:
+  PendingImpl(std::shared_ptr<BufferImpl> buffer_, int lane_) : buffer(std::move(buffer_)), lane(lane_) {}
+  PendingImpl(const PendingImpl&) = delete;
+  PendingImpl& operator=(const PendingImpl&) = delete;
+  ~PendingImpl();
+  void stop_resident();
+
+  std::shared_ptr<BufferImpl> buffer;
+  int lane;
+  std::shared_ptr<engine::DispatchCall> dispatch;
+  std::shared_ptr<engine::CombineCall> combine;
+  bool waited = false;
+  std::atomic<bool> stop{false};
+  std::thread resident;  ///< receives meanwhile, if asked
+};
+
+class BufferImpl : public std::enable_shared_from_this<BufferImpl> {
+ public:
+  BufferImpl(std::shared_ptr<CommunicatorImpl> communicator, const BufferConfig& config, Allocator* allocator);
+
+  std::shared_ptr<PendingImpl> start(const DispatchArgs& args);
+  std::shared_ptr<PendingImpl> start(const CombineArgs& args);
+  DispatchResult finish_dispatch(PendingImpl& pending);
+  CombineResult finish_combine(PendingImpl& pending);
+  /// Drives a pending call that nobody wants any more to its end.
+  void drop(PendingImpl& pending) noexcept;
+
+  /// Starts a thread that receives until the call is done or waited for.
+  void receive_meanwhile(const std::shared_ptr<PendingImpl>& pending);
+  void set_expert_to_rank(const std::vector<int>& expert_to_rank);
+  void check();
+  void synchronize();
+  void recover();
+  void close();
+  void require_open(const char* call) const;
+
+  const std::shared_ptr<engine::Context>& context() const { return context_; }
+  engine::Lane& lane(int index) { return *lanes_[static_cast<size_t>(index)]; }
+
+ private:
+  template <class Args>
+  [[noreturn]] void refuse(const Args& args, engine::Lane& lane, const InvalidArgument& why);
+  void agree(const BufferConfig& config);
+
+
+  std::shared_ptr<CommunicatorImpl> communicator_;
+  std::shared_ptr<engine::Context> context_;
+  std::vector<std::unique_ptr<engine::Lane>> lanes_;
+};
+
+}  // namespace internal
+}  // namespace v0
+}  // namespace turnout

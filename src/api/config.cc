@@ -1,0 +1,100 @@
+// BufferConfig: its checks and the memory it costs.
+#include "turnout/config.h"
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+#include "api/layout.h"
+#include "core/routing.h"
+#include "engine/cpu/header.h"
+#include "engine/cpu/row_format.h"
+
+namespace turnout {
+inline namespace v0 {
+
+namespace {
+
+void require(bool good, const std::string& field, int64_t value, const std::string& wanted) {
+  if (!good) throw InvalidArgument("BufferConfig: " + field + " is " + std::to_string(value) + ", but must be " + wanted);
+}
+
+}  // namespace
+
+void BufferConfig::validate(int num_ranks) const {
+  require(num_experts >= 1, "num_experts", num_experts, "1 or more");
+  require(hidden >= 1 && hidden <= (int64_t{1} << 24), "hidden", hidden, "1 to 16777216");
+  require(max_tokens_per_rank >= 0, "max_tokens_per_rank", max_tokens_per_rank, "0 or more");
+  require(max_tokens_per_rank * num_ranks < INT32_MAX, "max_tokens_per_rank", max_tokens_per_rank,
+          "below 2^31 / " + std::to_string(num_ranks) + " ranks");
+  require(max_topk >= 1 && max_topk <= kMaxTopk, "max_topk", max_topk, "1 to " + std::to_string(kMaxTopk));
+  require(max_side_bytes <= (size_t{1} << 24), "max_side_bytes", static_cast<int64_t>(max_side_bytes), "at most 16777216");
+  require(num_lanes >= 1 && num_lanes <= 64, "num_lanes", num_lanes, "1 to 64");
+  require(max_outstanding >= 1 && max_outstanding <= 64, "max_outstanding", max_outstanding, "1 to 64");
+  require(num_threads >= 1 && num_threads <= 256, "num_threads", num_threads, "1 to 256");
+  require(timeouts.timeout.count() > 0, "timeouts.timeout (ms)", timeouts.timeout.count(), "more than 0");
+  require(timeouts.busy_timeout.count() > 0, "timeouts.busy_timeout (ms)", timeouts.busy_timeout.count(), "more than 0");
+  if (!expert_to_rank.empty()) {
+    require(static_cast<int>(expert_to_rank.size()) == num_experts, "expert_to_rank.size()", static_cast<int64_t>(expert_to_rank.size()),
+            "num_experts = " + std::to_string(num_experts));
+    core::ExpertMap::of(expert_to_rank, num_ranks);
+  }
+  if (!replica_of.empty()) {
+    require(static_cast<int>(replica_of.size()) == num_experts, "replica_of.size()", static_cast<int64_t>(replica_of.size()),
+            "num_experts = " + std::to_string(num_experts));
+    for (size_t e = 0; e < replica_of.size(); ++e) {
+      require(replica_of[e] >= 0 && replica_of[e] < num_experts, "replica_of[" + std::to_string(e) + "]", replica_of[e],
+              "a logical expert, 0 to " + std::to_string(num_experts - 1));
+    }
+  }
+}
+
+size_t required_bytes(const BufferConfig& config, int num_ranks) {
+  config.validate(num_ranks);
+  return api::arena_of(config, num_ranks).num_bytes;
+}
+
+}  // namespace v0
+
+namespace api {
+
+namespace {
+
+/// Rows that a rank receives from balanced routing: each of the k experts of a token lies on any rank alike.
+int64_t expected_rows(const BufferConfig& config, int num_ranks) {
+  const double miss = std::pow(1.0 - 1.0 / num_ranks, std::min(config.max_topk, config.num_experts));
+  return static_cast<int64_t>(std::ceil(static_cast<double>(config.max_tokens_per_rank) * num_ranks * (1.0 - miss)));
+}
+
+/// Two results of balanced routing and an eighth to spare, or of the most that a rank can receive if that is less.
+size_t default_receive_bytes(const BufferConfig& config, int num_ranks) {
+  engine::RowFormat format;
+  format.x_bytes = static_cast<size_t>(config.hidden) * size_of(config.dtype);
+  format.scale_bytes = (static_cast<size_t>(config.hidden) + 127) / 128 * 4;
+  if (config.max_side_bytes > 0) format.side_bytes = {config.max_side_bytes};
+  format.idx_bytes = format.weight_bytes = static_cast<size_t>(config.max_topk) * 4;
+  format.derive();
+  const int64_t most = config.max_tokens_per_rank * num_ranks;
+  const int64_t rows = std::min(most, expected_rows(config, num_ranks) * 9 / 8);
+  return 2 * (format.block(rows, true).num_bytes + 4096);
+}
+
+}  // namespace
+
+core::BufferLayout arena_of(const BufferConfig& config, int num_ranks) {
+  core::BufferShape shape;
+  shape.num_ranks = num_ranks;
+  shape.num_lanes = config.num_lanes;
+  shape.depth = config.max_outstanding + 1;
+  // Maps may change between calls, and one of them may give a rank every expert.
+  shape.header_bytes = engine::header_bytes(num_ranks, config.num_experts);
+  const size_t record = engine::max_record_bytes(config.hidden, config.dtype, config.max_topk, config.max_side_bytes);
+  const size_t row = static_cast<size_t>(config.hidden) * size_of(config.dtype) + 256;
+  shape.least_staging_bytes = std::max(4 * record, static_cast<size_t>(config.max_topk + 1) * row);
+  shape.staging_bytes = config.staging_bytes;
+  shape.receive_bytes = config.receive_bytes ? config.receive_bytes : default_receive_bytes(config, num_ranks);
+  return core::BufferLayout::of(shape);
+}
+
+}  // namespace api
+}  // namespace turnout

@@ -1,0 +1,10 @@
+// From a configuration to the arena: the one sizing function, for required_bytes() and the constructor alike.
+#pragma once
+#include "core/buffer_layout.h"
+#include "turnout/config.h"
+
+namespace turnout::api {
+
+core::BufferLayout arena_of(const BufferConfig& config, int num_ranks);
+
+}  // namespace turnout::api

@@ -1,0 +1,187 @@
+// Results and pending calls: views over memory that the last reference gives back.
+#include <utility>
+
+#include "api/buffer_impl.h"
+
+namespace turnout {
+inline namespace v0 {
+
+using internal::Memory;
+using internal::Routing;
+
+DispatchResult::DispatchResult() = default;
+DispatchResult::DispatchResult(DispatchResult&&) noexcept = default;
+DispatchResult& DispatchResult::operator=(DispatchResult&&) noexcept = default;
+DispatchResult::~DispatchResult() = default;
+void DispatchResult::release() {
+  if (!memory_) return;
+  x = x_scales = topk_idx = topk_weights = num_rows = expert_counts = expert_offsets = sorted_rows = num_dropped = arrived = TensorView();
+  side.clear();
+  is_lease = false;
+  memory_.reset();
+}
+
+CombineResult::CombineResult() = default;
+CombineResult::CombineResult(CombineResult&&) noexcept = default;
+CombineResult& CombineResult::operator=(CombineResult&&) noexcept = default;
+CombineResult::~CombineResult() = default;
+void CombineResult::release() {
+  x = side = num_lost = TensorView();
+  memory_.reset();
+}
+
+namespace internal {
+
+namespace {
+
+/// The row arrays: matrices, or slabs of [local experts, capacity, width].
+struct Shape {
+  const Routing& r;
+  TensorView array(std::byte* data, DType dtype, int64_t width, int64_t stride_bytes) const {
+    const int64_t stride = stride_bytes / static_cast<int64_t>(size_of(dtype));
+    if (r.layout != Layout::expert_slab) return TensorView::matrix(data, dtype, r.result_rows(), width, stride);
+    TensorView view = TensorView::dense(data, dtype, {r.num_local_experts(), r.capacity, width});
+    view.strides = {stride * r.capacity, stride, 1};
+    return view;
+  }
+};
+
+}  // namespace
+
+DispatchResult BufferImpl::finish_dispatch(PendingImpl& pending) {
+  const std::shared_ptr<engine::DispatchCall> call = pending.dispatch;
+  engine::DispatchOutcome outcome;
+  {
+    engine::Lane& l = lane(pending.lane);
+    std::lock_guard lock(l.mutex);
+    l.drive(*call, engine::Lane::Until::done);
+    l.remove(call.get());
+    outcome = call->take();
+  }
+  const DispatchArgs& args = call->args();
+  const Routing& r = *outcome.routing;
+  auto memory = std::make_shared<Memory>();
+  memory->rows = outcome.memory;
+  memory->routing = outcome.routing;
+  memory->num_rows = r.num_rows;
+  memory->num_dropped = r.num_dropped;
+  memory->arrived.assign(call->arrived(), call->arrived() + context_->num_ranks);
+
+  DispatchResult result;
+  const Shape shape{r};
+  const bool quantised = args.quantize != Quantize::none;
+  std::byte* base = outcome.memory ? outcome.memory->data() : nullptr;
+  const auto at = [&](size_t offset) { return base ? base + offset : nullptr; };
+  result.x = shape.array(outcome.x, quantised ? DType::fp8_e4m3 : args.x.dtype, args.x.shape[1], outcome.x_stride);
+  if (quantised) {
+    const bool fp32 = args.quantize == Quantize::fp8_e4m3;
+    const int64_t blocks = (args.x.shape[1] + 127) / 128;
+    result.x_scales = shape.array(at(outcome.block.scales), fp32 ? DType::fp32 : DType::ue8m0, blocks, blocks * (fp32 ? 4 : 1));
+  }
+  for (size_t s = 0; s < args.side.size(); ++s) {
+    const TensorView& side = args.side[s];
+    result.side.push_back(shape.array(at(outcome.block.side[s]), side.dtype, side.shape[1], side.shape[1] * static_cast<int64_t>(size_of(side.dtype))));
+  }
+  const int64_t local = r.num_local_experts();
+  result.num_rows = TensorView::dense(&memory->num_rows, DType::i64, {1});
+  result.num_dropped = TensorView::dense(&memory->num_dropped, DType::i64, {1});
+  result.arrived = TensorView::dense(memory->arrived.data(), DType::i64, {context_->num_ranks});
+  result.expert_counts = TensorView::dense(r.expert_counts.data(), DType::i32, {local});
+  result.expert_offsets = TensorView::dense(r.expert_offsets.data(), DType::i64, {local + 1});
+  if (r.layout == Layout::rank_major) {
+    result.topk_idx = TensorView::dense(r.recv_idx.data(), DType::i32, {r.result_rows(), r.num_topk});
+    if (r.has_weights) result.topk_weights = TensorView::dense(r.recv_weights.data(), DType::fp32, {r.result_rows(), r.num_topk});
+    result.sorted_rows = TensorView::dense(r.sorted_rows.data(), DType::i32, {static_cast<int64_t>(r.sorted_rows.size())});
+  } else if (r.has_weights) {
+    result.topk_weights = r.layout == Layout::expert_slab ? TensorView::dense(r.row_weights.data(), DType::fp32, {local, r.capacity})
+                                                          : TensorView::dense(r.row_weights.data(), DType::fp32, {r.result_rows()});
+  }
+  result.is_lease = outcome.memory && outcome.memory->is_lease();
+  result.handle = Handle(outcome.routing);
+  result.memory_ = std::move(memory);
+  return result;
+}
+
+CombineResult BufferImpl::finish_combine(PendingImpl& pending) {
+  const std::shared_ptr<engine::CombineCall> call = pending.combine;
+  engine::CombineOutcome outcome;
+  {
+    engine::Lane& l = lane(pending.lane);
+    std::lock_guard lock(l.mutex);
+    l.drive(*call, engine::Lane::Until::done);
+    l.remove(call.get());
+    outcome = call->take();
+  }
+  const CombineArgs& args = call->args();
+  const Routing& r = *args.handle->routing();
+  auto memory = std::make_shared<Memory>();
+  memory->rows = outcome.memory;
+  memory->side = std::move(outcome.side);
+  memory->num_lost = std::move(outcome.num_lost);
+  CombineResult result;
+  const int64_t hidden = args.y.shape[static_cast<size_t>(args.y.ndim - 1)];
+  result.x = TensorView::matrix(outcome.x, args.y.dtype, r.num_tokens, hidden, outcome.x_stride / static_cast<int64_t>(size_of(args.y.dtype)));
+  if (r.num_tokens == 0) result.x = TensorView::dense(outcome.x, args.y.dtype, {0, hidden});
+  if (args.side.defined()) result.side = TensorView::dense(memory->side.data(), DType::fp32, {r.num_tokens, r.num_topk});
+  result.num_lost = TensorView::dense(memory->num_lost.data(), DType::i32, {r.num_tokens});
+  result.memory_ = std::move(memory);
+  return result;
+}
+
+void PendingImpl::stop_resident() {
+  if (!resident.joinable()) return;
+  stop.store(true, std::memory_order_release);
+  resident.join();
+}
+
+PendingImpl::~PendingImpl() {
+  stop_resident();
+  if (!waited) buffer->drop(*this);
+}
+
+void BufferImpl::drop(PendingImpl& pending) noexcept {
+  pending.waited = true;
+  try {
+    if (context_->closed.load(std::memory_order_acquire)) return;
+    if (pending.dispatch) finish_dispatch(pending);
+    if (pending.combine) finish_combine(pending);
+  } catch (...) {
+    // Nobody asks for this call's result, and the Buffer keeps its abort for the next one.
+  }
+}
+
+}  // namespace internal
+
+template <class Result>
+Pending<Result>::Pending(std::shared_ptr<internal::PendingImpl> impl) : impl_(std::move(impl)) {}
+template <class Result>
+Pending<Result>::Pending(Pending&&) noexcept = default;
+template <class Result>
+Pending<Result>& Pending<Result>::operator=(Pending&&) noexcept = default;
+template <class Result>
+Pending<Result>::~Pending() = default;
+
+template <class Result>
+Result Pending<Result>::wait() {
+  if (!impl_ || impl_->waited) throw InvalidArgument("wait: this call was waited for already");
+  impl_->buffer->require_open("wait");
+  impl_->stop_resident();
+  impl_->waited = true;
+  if constexpr (std::is_same_v<Result, DispatchResult>) {
+    return impl_->buffer->finish_dispatch(*impl_);
+  } else {
+    return impl_->buffer->finish_combine(*impl_);
+  }
+}
+
+template <class Result>
+TensorView Pending<Result>::arrived() const {
+  if (!impl_ || !impl_->dispatch) return {};
+  return TensorView::dense(impl_->dispatch->arrived(), DType::i64, {impl_->buffer->context()->num_ranks});
+}
+
+template class Pending<DispatchResult>;
+template class Pending<CombineResult>;
+
+}  // namespace v0
+}  // namespace turnout
