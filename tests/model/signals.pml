@@ -9,6 +9,8 @@
      header >= e   the header of e is in the copy, with the block that its reader may write (0: none, use staging)
      rows   >= e   the rows of e are in the offered block or in the staging copy
      done   >= e   the reader has finished e: header, staging and signals of the copy may be used again
+   -DUSER=  what the user of rank 0 does: 0 wait in order and release at once, as the others; 1 wait in any order and
+            release whenever he likes; 2 wait in any order for results in memory of his own, so that rows use staging
    -DORDERED=1 checks the variant with one consumed signal per pair that rises in order of epochs.
 
    -DMUTATE=  1 no look at done before a copy is reused       2 as many copies as outstanding calls, not one more
@@ -19,10 +21,12 @@
 #ifndef ORDERED
 #define ORDERED 0
 #endif
-#ifndef NUM_FREE
-#define NUM_FREE 1   /* ranks below it have a free user */
+#ifndef USER
+#define USER 1
 #endif
-#define FREE(rank) ((rank) < NUM_FREE)
+#define FREE(rank) (USER && (rank) == 0)
+#define KEEPS(rank) (USER == 1 && (rank) == 0)
+#define OWN_MEMORY(rank) (USER == 2 && (rank) == 0)
 #define R 3
 #define EPOCHS 4
 #define OUT 2
@@ -159,8 +163,9 @@ inline release(e) {
   header_signal[COPY(me, p1, e)] >= e && header_signal[COPY(me, p2, e)] >= e)
 #define ALL_ROWS(e) (HAS(rows_sent[p2], e) && rows_signal[COPY(me, p1, e)] >= e && rows_signal[COPY(me, p2, e)] >= e)
 
-#define HEADER_STEP(p, e) \
-  :: d_step { e <= issued[me] && !HAS(header_sent[p], e) && MAY_SEND(me, p, e) -> send_header(p, e) }
+/* Headers go to the peers in turn; one whose copy is not free is passed over. */
+#define HEADER_STEP(p, e, turn) \
+  :: d_step { e <= issued[me] && !HAS(header_sent[p], e) && MAY_SEND(me, p, e) && (turn) -> send_header(p, e) }
 /* Rows go to one peer after the other, `before` says when. */
 #if MUTATE == 4
 #define ROWS_STEP(p, e, before, prepare) \
@@ -171,20 +176,18 @@ inline release(e) {
   :: d_step { before && !HAS(rows_sent[p], e) -> \
      prepare; ADD(rows_sent[p], e); write_rows(p, e); RAISE(rows_signal[COPY(p, me, e)], e) }
 #endif
-/* A free user waits in any order and keeps results as long as he likes; the others wait in order and keep nothing. */
 #define CALL_STEPS(e) \
-  HEADER_STEP(p1, e) HEADER_STEP(p2, e) \
+  HEADER_STEP(p1, e, true) HEADER_STEP(p2, e, HAS(header_sent[p1], e) || !MAY_SEND(me, p1, e)) \
   ROWS_STEP(p1, e, ALL_HEADERS(e), plan(e)) ROWS_STEP(p2, e, HAS(rows_sent[p1], e), skip) \
   :: d_step { ALL_ROWS(e) && !HAS(finished[me], e) -> finish(e) } \
   :: d_step { HAS(finished[me], e) && !HAS(waited, e) && (FREE(me) || num_waited + 1 == e) -> wait(e); \
      if \
-     :: !FREE(me) && my_offer[e] -> release(e) \
+     :: !KEEPS(me) && my_offer[e] -> release(e) \
      :: else \
      fi } \
-  :: d_step { FREE(me) && HAS(waited, e) && my_offer[e] -> release(e) }
+  :: d_step { KEEPS(me) && HAS(waited, e) && my_offer[e] -> release(e) }
 
-/* Whatever a rank does, it moves all of its outstanding calls (Lane::drive). The lowest free block is offered; a free user
-   may want memory of his own instead. */
+/* Whatever a rank does, it moves all of its outstanding calls (Lane::drive). The lowest free block is offered. */
 proctype Rank(byte me, p1, p2) {
   byte my_offer[EPOCHS + 1], may_write[R * (EPOCHS + 1)];
   byte header_sent[R], rows_sent[R];
@@ -193,9 +196,9 @@ proctype Rank(byte me, p1, p2) {
 #endif
   byte waited, num_waited, last, b;
   do
-  :: d_step { ISSUE_MAY && (FREE(me) || (!OFFER_MAY(1) && !OFFER_MAY(2))) -> issue(0) }
-  :: d_step { ISSUE_MAY && OFFER_MAY(1) -> issue(1) }
-  :: d_step { ISSUE_MAY && !OFFER_MAY(1) && OFFER_MAY(2) -> issue(2) }
+  :: d_step { ISSUE_MAY && (OWN_MEMORY(me) || (!OFFER_MAY(1) && !OFFER_MAY(2))) -> issue(0) }
+  :: d_step { ISSUE_MAY && !OWN_MEMORY(me) && OFFER_MAY(1) -> issue(1) }
+  :: d_step { ISSUE_MAY && !OWN_MEMORY(me) && !OFFER_MAY(1) && OFFER_MAY(2) -> issue(2) }
   CALL_STEPS(1)
   CALL_STEPS(2)
   CALL_STEPS(3)

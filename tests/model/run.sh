@@ -1,0 +1,43 @@
+#!/bin/sh
+# Checks signals.pml with Spin: the protocol must hold, and every mutation of it must be caught.
+# Exit 77: Spin or a C compiler is missing.
+set -u
+model=$(cd "$(dirname "$0")" && pwd)/signals.pml
+command -v spin >/dev/null || { echo "skipped: spin is not installed (./dev setup installs it)"; exit 77; }
+cc=${CC:-cc}
+command -v "$cc" >/dev/null || { echo "skipped: no C compiler ($cc)"; exit 77; }
+work=$(mktemp -d) || exit 1
+trap 'rm -rf "$work"' EXIT
+cd "$work" || exit 1
+failed=0
+
+# check EXPECTED NAME FLAGS...: EXPECTED is ok or error.
+check() {
+  expected=$1 name=$2
+  shift 2
+  start=$(date +%s)
+  spin -a "$@" "$model" >spin.log 2>&1 && "$cc" -O2 -w -DSAFETY -DCOLLAPSE -DMEMLIM=2500 -o pan pan.c || { cat spin.log; exit 1; }
+  ./pan -m1000 >pan.log 2>&1
+  states=$(sed -n 's/^ *\([0-9.e+]*\) states, stored.*/\1/p' pan.log)
+  if grep -q "errors: 0" pan.log && ! grep -q -e "Search not completed" -e "max search depth too small" -e "out of memory" pan.log; then
+    got=ok
+  elif grep -q "errors: 1" pan.log; then
+    got=error
+  else
+    got=incomplete
+  fi
+  why=$(sed -n 's/^pan:1: //p' pan.log | cut -c1-90)
+  verdict=PASS
+  [ "$got" = "$expected" ] || { verdict=FAIL; failed=1; cat pan.log; }
+  echo "$verdict $name: expected $expected, got $got (${states:-?} states, $(($(date +%s) - start)) s) $why"
+}
+
+check ok    "protocol, users in order"           -DUSER=0
+check ok    "protocol, leases kept, any order"   -DUSER=1
+check ok    "protocol, own memory, any order"    -DUSER=2
+check ok    "protocol, consumed in epoch order"  -DUSER=2 -DORDERED=1
+check error "mutation 1, done is not looked at"  -DMUTATE=1 -DUSER=2
+check error "mutation 2, one copy too few"       -DMUTATE=2 -DUSER=0
+check error "mutation 3, offer before release"   -DMUTATE=3 -DUSER=1
+check error "mutation 4, rows raised too early"  -DMUTATE=4 -DUSER=0
+exit $failed
