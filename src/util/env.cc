@@ -136,7 +136,7 @@ const Env& env() {
     std::vector<std::string> names;
     for (char** entry = environ; entry && *entry; ++entry) {
       const char* equals = std::strchr(*entry, '=');
-      if (equals) names.emplace_back(*entry, equals);
+      if (equals) names.emplace_back(std::string_view(*entry, static_cast<size_t>(equals - *entry)));
     }
     for (const std::string& line : unknown_variables(names)) {
       if (e.log_level >= LogLevel::warn) std::fprintf(stderr, "turnout warn: %s\n", line.c_str());
