@@ -79,4 +79,19 @@ class ExpertMap {
   std::vector<int> owner_, local_, begin_, by_rank_;
 };
 
+/// `replica_of` is empty or gives a logical number to each physical expert; which replica a token goes to is the caller's choice.
+/// Throws: InvalidArgument if it does neither.
+inline void check_replicas(std::span<const int> replica_of, int num_experts) {
+  if (replica_of.empty()) return;
+  if (replica_of.size() != static_cast<size_t>(num_experts)) {
+    throw InvalidArgument("replica_of has " + std::to_string(replica_of.size()) + " entries, but there are " + std::to_string(num_experts) +
+                          " experts; give one each, or none at all");
+  }
+  for (size_t e = 0; e < replica_of.size(); ++e) {
+    if (replica_of[e] >= 0 && replica_of[e] < num_experts) continue;
+    throw InvalidArgument("replica_of[" + std::to_string(e) + "] is " + std::to_string(replica_of[e]) + ", but logical numbers are 0 to " +
+                          std::to_string(num_experts - 1));
+  }
+}
+
 }  // namespace turnout::core
