@@ -1,0 +1,41 @@
+// `turnout bench`: verify one shape against the reference, time it, measure the limit beside it, report.
+#pragma once
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "turnout/communicator.h"
+#include "turnout/types.h"
+
+namespace turnout::tools {
+
+struct BenchOptions {
+  int ranks = 2;
+  std::string placement = "processes";
+  std::string model;  ///< gives hidden, top-k and experts
+  int64_t tokens = 2048;  ///< per rank
+  int64_t hidden = 7168;
+  int topk = 8, experts = 256;
+  std::string dtype = "bf16";  ///< bf16 fp16 fp32 fp64, or fp8, fp8-ue8m0: bf16 rows quantised on their way
+  std::string mode = "auto", layout = "rank_major", op = "both", size = "exact", result = "lease", wire = "payload";
+  int64_t capacity = -1;  ///< with size capacity: rows per rank, or per expert for a slab; -1: what this routing needs
+  std::string routing = "uniform";
+  uint64_t seed = 1;
+  int num_threads = 1;
+  int iterations = 0;  ///< 0: as many as fit into `seconds`
+  double seconds = 1.5;
+  std::string transport = "auto";
+  std::string json;
+  std::vector<std::string> arguments;  ///< of this program, to start it again
+};
+
+/// Throws: InvalidArgument. Returns the exit status: 1 if a result was wrong.
+int run_bench(const BenchOptions& options);
+
+// The words of the options, shared with demo and selftest. Throw: InvalidArgument naming what there is.
+Mode mode_from(const std::string& text);
+Layout layout_from(const std::string& text);
+Wire wire_from(const std::string& text);
+
+}  // namespace turnout::tools

@@ -1,0 +1,56 @@
+#include "tools/self_launch.h"
+
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+
+#include "turnout/error.h"
+
+namespace turnout::tools {
+
+namespace {
+
+/// Replaces this process by `turnout launch -n N -- turnout ARGUMENTS`; the launched ones see its environment and run the body.
+[[noreturn]] void become_launcher(int num_ranks, const std::vector<std::string>& arguments) {
+  std::string self(4096, '\0');
+  const ssize_t n = readlink("/proc/self/exe", self.data(), self.size() - 1);
+  if (n <= 0) throw TransportError(std::string("cannot find this program to start it again: ") + std::strerror(errno));
+  self.resize(static_cast<size_t>(n));
+  std::vector<std::string> words = {self, "launch", "-n", std::to_string(num_ranks), "--", self};
+  words.insert(words.end(), arguments.begin(), arguments.end());
+  std::vector<char*> argv;
+  for (std::string& word : words) argv.push_back(word.data());
+  argv.push_back(nullptr);
+  execv(self.c_str(), argv.data());
+  throw TransportError("cannot start " + self + ": " + std::strerror(errno));
+}
+
+}  // namespace
+
+Placement placement_from(const std::string& text) {
+  if (text == "processes") return Placement::processes;
+  if (text == "threads") return Placement::threads;
+  throw InvalidArgument("--placement " + text + " is unknown: use processes or threads");
+}
+
+int run_ranks(int num_ranks, Placement placement, const std::vector<std::string>& arguments, const std::function<int(Communicator&)>& body,
+              const CommunicatorOptions& options) {
+  if (num_ranks < 1) throw InvalidArgument("--ranks " + std::to_string(num_ranks) + ": at least 1");
+  if (launch_info_from_env().launcher != "none") {
+    Communicator communicator = Communicator::from_env(options);
+    return body(communicator);
+  }
+  if (placement == Placement::processes && num_ranks > 1) become_launcher(num_ranks, arguments);
+  std::atomic<int> worst{0};
+  run_virtual_ranks(
+      num_ranks,
+      [&](Communicator& communicator) {
+        if (const int status = body(communicator)) worst = status;
+      },
+      options);
+  return worst;
+}
+
+}  // namespace turnout::tools

@@ -1,0 +1,20 @@
+// `turnout selftest`: is this installation right on this machine? Every mode, layout, size and wire against the reference.
+#pragma once
+#include <string>
+#include <vector>
+
+namespace turnout::tools {
+
+struct SelftestOptions {
+  int ranks = 3;
+  std::string placement = "processes";
+  std::string transport = "auto";
+  std::string json;
+  bool verbose = false;
+  std::vector<std::string> arguments;  ///< of this program, to start it again
+};
+
+/// Returns the exit status: 1 if anything was wrong.
+int run_selftest(const SelftestOptions& options);
+
+}  // namespace turnout::tools
