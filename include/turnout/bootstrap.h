@@ -17,7 +17,7 @@ namespace turnout {
 inline namespace v0 {
 
 /// A key-value store shared by all ranks: torch.distributed's Store, MPI's name service, or one of ours.
-/// Keys are written once. Calls may come from several threads.
+/// Keys are written once, but for a step that failed: its keys are then set again. Calls may come from several threads.
 class TURNOUT_API Store {
  public:
   virtual ~Store();

@@ -1,6 +1,7 @@
-// Collective steps over any store of bytes. Step n of a group publishes one key per rank and reads all of them; keys of
-// step n - 2 are erased, because a rank that publishes for step n has read everything of step n - 2 and so have all others
-// whose keys of step n - 1 it has seen.
+// Collective steps over any store of bytes. Step n of a group publishes one key per rank and reads all of them. A rank
+// that has published for step n has finished step n - 1; so who has seen every key of step n erases its own of step n - 1.
+// A rank that gives up writes the list of missing ranks under their keys: who waits for them learns it at once, by any store.
+#include <algorithm>
 #include <condition_variable>
 #include <cstring>
 #include <map>
@@ -46,6 +47,48 @@ class ThreadStore final : public Store {
   std::map<std::string, std::vector<std::byte>> values_;
 };
 
+enum class Kind : uint8_t { arrived, given_up };
+
+/// What lies under a key: the step's name, and a rank's bytes (arrived) or the missing ranks (given_up).
+struct Value {
+  Kind kind;
+  std::string step;
+  std::vector<std::byte> bytes;
+};
+
+std::vector<std::byte> pack(Kind kind, std::string_view step, std::span<const std::byte> bytes) {
+  const auto length = static_cast<uint32_t>(step.size());
+  std::vector<std::byte> out(1 + sizeof length + step.size() + bytes.size());
+  out[0] = static_cast<std::byte>(kind);
+  std::byte* at = out.data() + 1;
+  std::memcpy(at, &length, sizeof length);
+  if (!step.empty()) std::memcpy(at + sizeof length, step.data(), step.size());
+  if (!bytes.empty()) std::memcpy(at + sizeof length + step.size(), bytes.data(), bytes.size());
+  return out;
+}
+
+Value unpack(const std::vector<std::byte>& value) {
+  uint32_t length = 0;
+  constexpr size_t kHead = 1 + sizeof length;
+  if (value.size() >= kHead) std::memcpy(&length, value.data() + 1, sizeof length);
+  if (value.size() < kHead + length) throw TransportError("bootstrap: a value in the store is cut short; is its key used by somebody else?");
+  Value out{static_cast<Kind>(value[0]), {}, {value.begin() + static_cast<int64_t>(kHead + length), value.end()}};
+  out.step.assign(reinterpret_cast<const char*>(value.data()) + kHead, length);
+  return out;
+}
+
+std::vector<int> unpack_ranks(const std::vector<std::byte>& bytes) {
+  std::vector<int> ranks(bytes.size() / sizeof(int));
+  std::memcpy(ranks.data(), bytes.data(), ranks.size() * sizeof(int));
+  return ranks;
+}
+
+std::string list(const std::vector<int>& ranks) {
+  std::string text;
+  for (int rank : ranks) text += (text.empty() ? "" : ", ") + std::to_string(rank);
+  return text;
+}
+
 class StoreBootstrap final : public Bootstrap {
  public:
   StoreBootstrap(std::shared_ptr<Store> store, int rank, int num_ranks, std::string name, milliseconds timeout)
@@ -61,28 +104,28 @@ class StoreBootstrap final : public Bootstrap {
 
   std::vector<std::vector<std::byte>> all_gather(std::string_view step, std::span<const std::byte> mine) override {
     const uint64_t number = ++step_;
-    publish(number, step, mine);
-    const auto deadline = Clock::now() + timeout_;
+    const auto start = Clock::now();
+    store_->set(key(number, rank_), pack(Kind::arrived, step, mine));
     std::vector<std::vector<std::byte>> all(static_cast<size_t>(num_ranks_));
+    all[static_cast<size_t>(rank_)].assign(mine.begin(), mine.end());
     std::vector<int> missing;
-    std::string mismatch;
     for (int peer = 0; peer < num_ranks_; ++peer) {
-      const auto left = std::chrono::duration_cast<milliseconds>(deadline - Clock::now());
-      auto value = store_->get(key(number, peer), std::max(left, milliseconds(0)));
+      if (peer == rank_) continue;
+      const auto value = read(key(number, peer), start + timeout_, !missing.empty());
       if (!value) {
         missing.push_back(peer);
         continue;
       }
-      std::string their_step;
-      all[static_cast<size_t>(peer)] = unpack(*value, their_step);
-      if (their_step != step) mismatch += "\n  rank " + std::to_string(peer) + " is at '" + their_step + "'";
+      Value theirs = unpack(*value);
+      if (theirs.step != step) differ(number, step, peer, theirs.step);
+      if (theirs.kind == Kind::given_up) throw expired(number, step, unpack_ranks(theirs.bytes), start, false);
+      all[static_cast<size_t>(peer)] = std::move(theirs.bytes);
     }
-    if (!mismatch.empty()) {
-      throw InvalidArgument("bootstrap step " + std::to_string(number) + " of '" + name_ + "': ranks are at different steps; this rank (" +
-                            std::to_string(rank_) + ") is at '" + std::string(step) + "'" + mismatch);
+    if (!missing.empty()) {
+      tell_others(number, step, missing);
+      throw expired(number, step, missing, start, true);
     }
-    if (!missing.empty()) expire(number, step, missing);
-    if (number > 2) store_->erase(key(number - 2, rank_));
+    if (number > 1) store_->erase(key(number - 1, rank_));
     return all;
   }
 
@@ -97,35 +140,46 @@ class StoreBootstrap final : public Bootstrap {
                               "] is " + std::to_string(members[i]));
       }
       if (members[i] == rank_) my_index = static_cast<int>(i);
-      group += "." + std::to_string(members[i]);
+      group.append(".").append(std::to_string(members[i]));
     }
     if (my_index < 0) throw InvalidArgument("sub_group: members do not hold this rank (" + std::to_string(rank_) + ")");
     // The same members may form a group of the same name again: each has its own keys.
-    group += "#" + std::to_string(++groups_[group]);
+    const int use = ++groups_[group];
+    group.append("#").append(std::to_string(use));
     return std::make_unique<StoreBootstrap>(store_, my_index, static_cast<int>(members.size()), group, timeout_);
   }
 
  private:
   std::string key(uint64_t number, int peer) const { return "turnout/" + name_ + "/" + std::to_string(number) + "/" + std::to_string(peer); }
 
-  void publish(uint64_t number, std::string_view step, std::span<const std::byte> mine) {
-    std::vector<std::byte> value(sizeof(uint32_t) + step.size() + mine.size());
-    const auto length = static_cast<uint32_t>(step.size());
-    std::memcpy(value.data(), &length, sizeof length);
-    std::memcpy(value.data() + sizeof length, step.data(), step.size());
-    if (!mine.empty()) std::memcpy(value.data() + sizeof length + step.size(), mine.data(), mine.size());
-    store_->set(key(number, rank_), value);
+  /// Once somebody is missing, a store that has gone adds nothing: the ranks known to be missing are the better news.
+  std::optional<std::vector<std::byte>> read(const std::string& name, Clock::time_point deadline, bool lenient) {
+    const auto left = std::chrono::ceil<milliseconds>(deadline - Clock::now());
+    try {
+      return store_->get(name, std::max(left, milliseconds(1)));
+    } catch (const TransportError&) {
+      if (!lenient) throw;
+      return std::nullopt;
+    }
   }
 
-  static std::vector<std::byte> unpack(const std::vector<std::byte>& value, std::string& step) {
-    uint32_t length = 0;
-    if (value.size() >= sizeof length) std::memcpy(&length, value.data(), sizeof length);
-    if (value.size() < sizeof length + length) throw TransportError("bootstrap: a value in the store is cut short");
-    step.assign(reinterpret_cast<const char*>(value.data()) + sizeof length, length);
-    return {value.begin() + static_cast<int64_t>(sizeof length + length), value.end()};
+  /// Those who wait for a missing rank find the list under its key; those who come late find it under ours.
+  void tell_others(uint64_t number, std::string_view step, const std::vector<int>& missing) {
+    try {
+      const auto note = pack(Kind::given_up, step, std::as_bytes(std::span(missing)));
+      store_->set(key(number, rank_), note);
+      for (int peer : missing) store_->set(key(number, peer), note);
+    } catch (const Error&) {  // what is being reported matters more
+    }
   }
 
-  [[noreturn]] void expire(uint64_t number, std::string_view step, const std::vector<int>& missing) const {
+  [[noreturn]] void differ(uint64_t number, std::string_view step, int peer, const std::string& their_step) const {
+    throw InvalidArgument("bootstrap step " + std::to_string(number) + " of '" + name_ + "': ranks are at different steps; rank " + std::to_string(rank_) +
+                          " is at '" + std::string(step) + "', rank " + std::to_string(peer) + " at '" + their_step +
+                          "': all ranks must make the same collective calls in the same order");
+  }
+
+  PeerTimeout expired(uint64_t number, std::string_view step, const std::vector<int>& missing, Clock::time_point start, bool ours) const {
     WaitRecord record;
     record.rank = rank_;
     record.peers = missing;
@@ -134,11 +188,13 @@ class StoreBootstrap final : public Bootstrap {
     record.phase = std::string(step);
     record.expected = static_cast<uint64_t>(num_ranks_);
     record.seen = static_cast<uint64_t>(num_ranks_) - missing.size();
-    std::string ranks;
-    for (int peer : missing) ranks += (ranks.empty() ? "" : ", ") + std::to_string(peer);
-    throw PeerTimeout("bootstrap step " + std::to_string(number) + " '" + std::string(step) + "' of '" + name_ + "': rank " + std::to_string(rank_) +
-                          " has waited " + std::to_string(timeout_.count()) + " ms; missing ranks: " + ranks + " of " + std::to_string(num_ranks_),
-                      record);
+    record.peer_state = "silent";
+    const auto waited = std::chrono::duration_cast<milliseconds>(Clock::now() - start).count();
+    return PeerTimeout("bootstrap step " + std::to_string(number) + ": " + std::string(step) + " (group '" + name_ + "'): missing ranks [" +
+                           list(missing) + "] of " + std::to_string(num_ranks_) + "; rank " + std::to_string(rank_) + " waited " +
+                           std::to_string(waited) + " ms, the deadline is " + std::to_string(timeout_.count()) + " ms" +
+                           (ours ? "" : " (another rank reached it first)"),
+                       record);
   }
 
   std::shared_ptr<Store> store_;
