@@ -1,0 +1,11 @@
+# TURNOUT_CUDA=AUTO builds the CUDA engine where it can be built, ON insists, OFF does not.
+if(NOT TURNOUT_CUDA MATCHES "^(AUTO|ON|OFF)$")
+  message(FATAL_ERROR "TURNOUT_CUDA=${TURNOUT_CUDA}: use AUTO, ON or OFF")
+endif()
+if(NOT EXISTS ${PROJECT_SOURCE_DIR}/src/engine/cuda/CMakeLists.txt)
+  if(TURNOUT_CUDA STREQUAL "ON")
+    message(FATAL_ERROR "TURNOUT_CUDA=ON, but the CUDA engine is not in this version: use AUTO or OFF")
+  elseif(TURNOUT_CUDA STREQUAL "AUTO")
+    message(STATUS "CUDA engine: not in this version, CPU engine only")
+  endif()
+endif()

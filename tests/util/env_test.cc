@@ -1,0 +1,94 @@
+// The environment is read by a table: defaults, limits, and messages that say what would do.
+#include "util/env.h"
+
+#include <gtest/gtest.h>
+
+#include <map>
+#include <set>
+
+namespace turnout::util {
+namespace {
+
+Env read(const std::map<std::string, std::string>& variables) {
+  return read_env([&](const char* name) -> const char* {
+    const auto found = variables.find(name);
+    return found == variables.end() ? nullptr : found->second.c_str();
+  });
+}
+
+std::string complaint(const std::map<std::string, std::string>& variables) {
+  try {
+    read(variables);
+  } catch (const InvalidArgument& e) {
+    return e.what();
+  }
+  return "";
+}
+
+TEST(Env, DefaultsAreThoseOfTheTable) {
+  const Env e = read({});
+  EXPECT_EQ(e.log_level, LogLevel::warn);
+  EXPECT_EQ(e.transport, "auto");
+  EXPECT_EQ(e.cpu_isa, "auto");
+  EXPECT_EQ(e.timeout_ms, 60'000);
+  EXPECT_EQ(e.busy_timeout_ms, 1'800'000);
+  EXPECT_EQ(e.bootstrap_timeout_ms, 60'000);
+  EXPECT_FALSE(e.rank || e.num_ranks || e.local_rank || e.node_id || e.port || e.spin_us || e.num_threads);
+}
+
+TEST(Env, ReadsEveryKind) {
+  const Env e = read({{"TURNOUT_LOG", "debug"}, {"TURNOUT_RANK", "3"}, {"TURNOUT_PORT", "65535"}, {"TURNOUT_SECRET", "s p"}, {"TURNOUT_SPIN_US", "0"}});
+  EXPECT_EQ(e.log_level, LogLevel::debug);
+  EXPECT_EQ(e.rank, 3);
+  EXPECT_EQ(e.port, 65535);
+  EXPECT_EQ(e.secret, "s p");
+  EXPECT_EQ(e.spin_us, 0);
+}
+
+TEST(Env, AnEmptyValueIsNoValue) {
+  const Env e = read({{"TURNOUT_RANK", ""}, {"TURNOUT_LOG", ""}, {"TURNOUT_TIMEOUT_MS", ""}});
+  EXPECT_FALSE(e.rank);
+  EXPECT_EQ(e.log_level, LogLevel::warn);
+  EXPECT_EQ(e.timeout_ms, 60'000);
+}
+
+TEST(Env, MalformedValuesAreNamedWithWhatWouldDo) {
+  for (const auto& [name, value] : std::map<std::string, std::string>{{"TURNOUT_PORT", "65536"},
+                                                                      {"TURNOUT_RANK", "-1"},
+                                                                      {"TURNOUT_NUM_RANKS", "0"},
+                                                                      {"TURNOUT_TIMEOUT_MS", "10s"},
+                                                                      {"TURNOUT_SPIN_US", "99999999999999999999"},
+                                                                      {"TURNOUT_NUM_THREADS", " 1"},
+                                                                      {"TURNOUT_LOG", "loud"},
+                                                                      {"TURNOUT_TRANSPORT", "SHM"},
+                                                                      {"TURNOUT_CPU_ISA", "sse"}}) {
+    const std::string text = complaint({{name, value}});
+    EXPECT_NE(text.find(name), std::string::npos) << name << ": " << text;
+    EXPECT_NE(text.find("'" + value + "'"), std::string::npos) << name << ": " << text;
+    EXPECT_NE(text.find("must be"), std::string::npos) << name << ": " << text;
+  }
+}
+
+TEST(Env, EveryRowOfTheTableIsRead) {
+  std::set<std::string> asked, listed;
+  read_env([&](const char* name) -> const char* {
+    asked.insert(name);
+    return nullptr;
+  });
+  for (const EnvVariable& v : env_table()) listed.insert(std::string(v.name));
+  EXPECT_EQ(asked, listed);
+}
+
+TEST(Env, UnknownVariablesGetTheNearestName) {
+  EXPECT_TRUE(unknown_variables({"TURNOUT_LOG", "PATH", "LOG"}).empty());
+  const auto lines = unknown_variables({"TURNOUT_TRANSPRT"});
+  ASSERT_EQ(lines.size(), 1u);
+  EXPECT_NE(lines[0].find("TURNOUT_TRANSPORT?"), std::string::npos) << lines[0];
+}
+
+TEST(Env, ThePageNamesEveryVariable) {
+  for (const EnvVariable& v : env_table()) EXPECT_NE(env_page().find("| `" + std::string(v.name) + "` |"), std::string::npos) << v.name;
+}
+
+}  // namespace
+}  // namespace turnout::util
