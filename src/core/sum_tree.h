@@ -6,7 +6,7 @@
 //   (wire rows: all rows in k order over all ranks, one rounding at the end)
 //
 // A sum starts at its first term; it has no zero to add to. Terms are multiplied by their weight and then added, each step
-// rounded. NaN is canonical after each rounding. Ranks and nodes without terms have no partial. Every engine, mode and path
+// rounded. NaN is canonical after each rounding. An fp8 partial is worth e4m3 * scale, rounded to fp32. Ranks and nodes without terms have no partial. Every engine, mode and path
 // follows this tree, so all agree bit for bit.
 #pragma once
 #include <algorithm>
@@ -16,21 +16,19 @@
 
 #include "core/host_device.h"
 #include "core/math.h"
+#include "core/scale.h"
 #include "core/topology.h"
 #include "turnout/types.h"
 
 namespace turnout::core {
 
-/// Elements that share a scale where rows are block-scaled; the last block of a row may be shorter.
-inline constexpr int64_t kSumBlock = 128;
-
 /// How a partial sum looks when it crosses a link.
 struct WireForm {
   DType dtype = DType::bf16;
-  bool block_scaled = false;  ///< one fp32 scale per kSumBlock elements
+  bool block_scaled = false;  ///< one fp32 scale per kScaleBlock elements
   friend constexpr bool operator==(const WireForm&, const WireForm&) = default;
 
-  TURNOUT_HOST_DEVICE constexpr int64_t num_scales(int64_t hidden) const { return block_scaled ? ceil_div(hidden, kSumBlock) : 0; }
+  TURNOUT_HOST_DEVICE constexpr int64_t num_scales(int64_t hidden) const { return block_scaled ? ceil_div(hidden, kScaleBlock) : 0; }
   TURNOUT_HOST_DEVICE constexpr int64_t row_bytes(int64_t hidden) const {
     return hidden * static_cast<int64_t>(size_of(dtype)) + num_scales(hidden) * int64_t{4};
   }
