@@ -1,0 +1,303 @@
+// The row kernels, written once as loops that the compiler vectorises, and compiled once per instruction set. Everything
+// here has internal linkage. Bits are the same everywhere because every operation is: integer arithmetic, or one IEEE
+// multiply or add at a time (no contraction).
+#include <cstring>
+#include <type_traits>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#include "core/dtype.h"
+#include "core/scale.h"
+#include "engine/cpu/rows.h"
+
+namespace turnout::engine {
+namespace {
+
+constexpr int64_t kTile = 1024;  ///< elements summed at a time: accumulators stay in the first-level cache
+
+// ---- to fp32 -------------------------------------------------------------------------------------------------------
+
+inline void load_bf16(const std::byte* src, int64_t n, float* out) {
+  uint32_t* bits = reinterpret_cast<uint32_t*>(out);
+  for (int64_t i = 0; i < n; ++i) {
+    uint16_t half;
+    std::memcpy(&half, src + 2 * i, sizeof half);
+    const uint32_t wide = static_cast<uint32_t>(half) << 16;
+    std::memcpy(bits + i, &wide, sizeof wide);
+  }
+}
+
+inline void load_fp16(const std::byte* src, int64_t n, float* out) {
+  int64_t i = 0;
+#if defined(__F16C__)
+  for (; i + 8 <= n; i += 8) _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(src + 2 * i))));
+#endif
+  for (; i < n; ++i) {
+    uint16_t half;
+    std::memcpy(&half, src + 2 * i, sizeof half);
+    out[i] = core::fp16_to_float(half);
+  }
+}
+
+struct E4m3Table {
+  float value[256];
+  constexpr E4m3Table() : value{} {
+    for (int code = 0; code < 256; ++code) value[code] = core::fp8_e4m3_to_float(static_cast<uint8_t>(code));
+  }
+};
+constexpr E4m3Table kE4m3;
+
+inline void load_fp8(const RowRef& row, int64_t first, int64_t n, float* out) {
+  const auto* q = static_cast<const uint8_t*>(row.data) + first;
+  for (int64_t begin = 0; begin < n; begin += core::kScaleBlock) {
+    const int64_t end = begin + core::kScaleBlock < n ? begin + core::kScaleBlock : n;
+    const float scale = row.scales[(first + begin) / core::kScaleBlock];
+    for (int64_t i = begin; i < end; ++i) out[i] = kE4m3.value[q[i]] * scale;
+  }
+}
+
+// ---- from fp32 -----------------------------------------------------------------------------------------------------
+
+inline uint16_t round_bf16(uint32_t b) {
+  const uint32_t rounded = (b + 0x7FFF + (b >> 16 & 1)) >> 16;
+  return static_cast<uint16_t>((b & 0x7FFFFFFF) > 0x7F800000 ? uint32_t{core::kNanBf16} : rounded);
+}
+
+inline void store_bf16(const float* acc, int64_t n, std::byte* out) {
+  auto* half = reinterpret_cast<uint16_t*>(out);
+  for (int64_t i = 0; i < n; ++i) {
+    uint32_t b;
+    std::memcpy(&b, acc + i, sizeof b);
+    const uint16_t h = round_bf16(b);
+    std::memcpy(half + i, &h, sizeof h);
+  }
+}
+
+inline void store_fp16(const float* acc, int64_t n, std::byte* out) {
+  int64_t i = 0;
+#if defined(__F16C__)
+  const __m128i nan = _mm_set1_epi16(static_cast<int16_t>(core::kNanFp16)), most = _mm_set1_epi16(0x7C00), magnitude = _mm_set1_epi16(0x7FFF);
+  for (; i + 8 <= n; i += 8) {
+    const __m128i h = _mm256_cvtps_ph(_mm256_loadu_ps(acc + i), _MM_FROUND_TO_NEAREST_INT);
+    const __m128i is_nan = _mm_cmpgt_epi16(_mm_and_si128(h, magnitude), most);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 2 * i), _mm_blendv_epi8(h, nan, is_nan));
+  }
+#endif
+  for (; i < n; ++i) {
+    const uint16_t h = core::float_to_fp16(acc[i]);
+    std::memcpy(out + 2 * i, &h, sizeof h);
+  }
+}
+
+inline void store_fp32(const float* acc, int64_t n, std::byte* out) {
+  for (int64_t i = 0; i < n; ++i) {
+    uint32_t b;
+    std::memcpy(&b, acc + i, sizeof b);
+    b = (b & 0x7FFFFFFF) > 0x7F800000 ? core::kNanFp32 : b;
+    std::memcpy(out + 4 * i, &b, sizeof b);
+  }
+}
+
+/// core::float_to_fp8_e4m3 without branches. Below 2^-6 codes are multiples of 2^-9, to which adding 2^14 rounds.
+inline uint8_t round_e4m3(float x) {
+  uint32_t b;
+  std::memcpy(&b, &x, sizeof b);
+  const uint32_t magnitude = b & 0x7FFFFFFF;
+  const uint32_t normal = ((magnitude + 0x7FFFF + (magnitude >> 20 & 1)) >> 20) - (120u << 3);
+  float small;
+  const uint32_t capped = magnitude < 0x3C800000 ? magnitude : 0x3C800000;
+  std::memcpy(&small, &capped, sizeof small);
+  small += 16384.0f;
+  uint32_t denormal;
+  std::memcpy(&denormal, &small, sizeof denormal);
+  denormal -= 0x46800000;
+  uint32_t code = magnitude < 0x3C800000 ? denormal : normal;
+  code = magnitude >= 0x43E00000 ? 0x7E : code;
+  code = code > 0x7E ? 0x7E : code;
+  return static_cast<uint8_t>(magnitude > 0x7F800000 ? uint32_t{core::kNanE4m3} : ((b >> 24 & 0x80) | code));
+}
+
+/// One block by the rule of core/scale.h.
+inline float quantize_block_fast(const float* values, int64_t n, uint8_t* q, uint8_t* ue8m0) {
+  uint32_t amax = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    uint32_t b;
+    std::memcpy(&b, values + i, sizeof b);
+    b &= 0x7FFFFFFF;
+    b = b < 0x7F800000 ? b : 0;
+    amax = b > amax ? b : amax;
+  }
+  float scale = core::scale_of(core::float_of(amax));
+  if (ue8m0) {
+    *ue8m0 = core::float_to_ue8m0_up(scale);
+    scale = core::ue8m0_to_float(*ue8m0);
+  }
+  const float inverse = 1.0f / scale;
+  for (int64_t i = 0; i < n; ++i) q[i] = round_e4m3(values[i] * inverse);
+  return scale;
+}
+
+// ---- rows ----------------------------------------------------------------------------------------------------------
+
+inline void load_tile(const RowRef& row, DType in, int64_t first, int64_t n, float* out) {
+  const auto* data = static_cast<const std::byte*>(row.data);
+  switch (in) {
+    case DType::bf16: return load_bf16(data + 2 * first, n, out);
+    case DType::fp16: return load_fp16(data + 2 * first, n, out);
+    case DType::fp8_e4m3: return load_fp8(row, first, n, out);
+    default: std::memcpy(out, data + 4 * first, static_cast<size_t>(n) * 4);
+  }
+}
+
+inline void store_tile(const float* acc, int64_t first, int64_t n, std::byte* out, float* out_scales, DType out_dtype) {
+  switch (out_dtype) {
+    case DType::bf16: return store_bf16(acc, n, out + 2 * first);
+    case DType::fp16: return store_fp16(acc, n, out + 2 * first);
+    case DType::fp32: return store_fp32(acc, n, out + 4 * first);
+    case DType::fp64:
+      for (int64_t i = 0; i < n; ++i) {
+        const double wide = core::canonical(static_cast<double>(acc[i]));
+        std::memcpy(out + 8 * (first + i), &wide, sizeof wide);
+      }
+      return;
+    default:
+      for (int64_t begin = 0; begin < n; begin += core::kScaleBlock) {
+        const int64_t left = n - begin < core::kScaleBlock ? n - begin : core::kScaleBlock;
+        out_scales[(first + begin) / core::kScaleBlock] =
+            quantize_block_fast(acc + begin, left, reinterpret_cast<uint8_t*>(out) + first + begin, nullptr);
+      }
+  }
+}
+
+inline void add_tile(float* acc, const float* term, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) acc[i] = acc[i] + term[i];
+}
+inline void add_weighted_tile(float* acc, const float* term, float w, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) acc[i] = acc[i] + w * term[i];
+}
+inline void scale_tile(float* acc, float w, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) acc[i] = w * acc[i];
+}
+
+/// Two plain bf16 rows to one, the commonest sum: no pass through accumulators.
+void add_two_bf16(const void* a, const void* b, int64_t n, void* out) {
+  const auto* x = static_cast<const std::byte*>(a);
+  const auto* y = static_cast<const std::byte*>(b);
+  auto* z = static_cast<std::byte*>(out);
+  for (int64_t i = 0; i < n; ++i) {
+    uint16_t hx, hy;
+    std::memcpy(&hx, x + 2 * i, sizeof hx);
+    std::memcpy(&hy, y + 2 * i, sizeof hy);
+    const uint32_t bx = static_cast<uint32_t>(hx) << 16, by = static_cast<uint32_t>(hy) << 16;
+    float fx, fy;
+    std::memcpy(&fx, &bx, sizeof fx);
+    std::memcpy(&fy, &by, sizeof fy);
+    const float sum = fx + fy;
+    uint32_t bits;
+    std::memcpy(&bits, &sum, sizeof bits);
+    const uint16_t h = round_bf16(bits);
+    std::memcpy(z + 2 * i, &h, sizeof h);
+  }
+}
+
+void sum_rows_fp64(const RowRef* terms, const float* weights, int num_terms, int64_t hidden, std::byte* out, float* out_scales, DType out_dtype) {
+  double acc[kTile];
+  float narrow[kTile];
+  for (int64_t first = 0; first < hidden; first += kTile) {
+    const int64_t n = hidden - first < kTile ? hidden - first : kTile;
+    for (int t = 0; t < num_terms; ++t) {
+      const auto* row = static_cast<const std::byte*>(terms[t].data) + 8 * first;
+      const double w = weights ? static_cast<double>(weights[t]) : 1.0;
+      for (int64_t i = 0; i < n; ++i) {
+        double x;
+        std::memcpy(&x, row + 8 * i, sizeof x);
+        const double term = weights ? w * x : x;
+        acc[i] = t == 0 ? term : acc[i] + term;
+      }
+    }
+    if (out_dtype == DType::fp64) {
+      for (int64_t i = 0; i < n; ++i) {
+        const double x = core::canonical(acc[i]);
+        std::memcpy(out + 8 * (first + i), &x, sizeof x);
+      }
+    } else {
+      for (int64_t i = 0; i < n; ++i) narrow[i] = static_cast<float>(acc[i]);
+      store_tile(narrow, first, n, out, out_scales, out_dtype);
+    }
+  }
+}
+
+void sum_rows(const RowRef* terms, const float* weights, int num_terms, DType in, int64_t hidden, void* out, float* out_scales, DType out_dtype) {
+  auto* bytes = static_cast<std::byte*>(out);
+  if (num_terms == 0) {
+    std::memset(out, 0, static_cast<size_t>(hidden) * size_of(out_dtype));
+    if (out_scales) {
+      for (int64_t block = 0; block < (hidden + core::kScaleBlock - 1) / core::kScaleBlock; ++block) out_scales[block] = core::scale_of(0.0f);
+    }
+    return;
+  }
+  if (in == DType::fp64) return sum_rows_fp64(terms, weights, num_terms, hidden, bytes, out_scales, out_dtype);
+  if (num_terms == 2 && !weights && in == DType::bf16 && out_dtype == DType::bf16) return add_two_bf16(terms[0].data, terms[1].data, hidden, out);
+  alignas(64) float acc[kTile];
+  alignas(64) float term[kTile];
+  for (int64_t first = 0; first < hidden; first += kTile) {
+    const int64_t n = hidden - first < kTile ? hidden - first : kTile;
+    load_tile(terms[0], in, first, n, acc);
+    if (weights) scale_tile(acc, weights[0], n);
+    for (int t = 1; t < num_terms; ++t) {
+      load_tile(terms[t], in, first, n, term);
+      if (weights) add_weighted_tile(acc, term, weights[t], n);
+      else add_tile(acc, term, n);
+    }
+    store_tile(acc, first, n, bytes, out_scales, out_dtype);
+  }
+}
+
+void quantize_row(const void* x, DType in, int64_t hidden, uint8_t* q, float* scales, uint8_t* ue8m0) {
+  alignas(64) float values[core::kScaleBlock];
+  for (int64_t first = 0; first < hidden; first += core::kScaleBlock) {
+    const int64_t n = hidden - first < core::kScaleBlock ? hidden - first : core::kScaleBlock;
+    load_tile(RowRef{x, nullptr}, in, first, n, values);
+    const int64_t block = first / core::kScaleBlock;
+    const float scale = quantize_block_fast(values, n, q + first, ue8m0 ? ue8m0 + block : nullptr);
+    if (scales) scales[block] = scale;
+  }
+}
+
+void copy_row(void* dst, const void* src, size_t num_bytes) { std::memcpy(dst, src, num_bytes); }
+
+#if defined(__AVX2__)
+/// Stores that bypass the cache: the line is not read first. Fenced, so that a release store afterwards publishes them.
+void copy_row_streaming(void* dst, const void* src, size_t num_bytes) {
+  auto* out = static_cast<std::byte*>(dst);
+  const auto* in = static_cast<const std::byte*>(src);
+  if (num_bytes < 1024) {
+    std::memcpy(dst, src, num_bytes);
+    return;
+  }
+  const size_t head = (64 - reinterpret_cast<uintptr_t>(out) % 64) % 64;
+  std::memcpy(out, in, head);
+  size_t at = head;
+  for (; at + 128 <= num_bytes; at += 128) {
+    const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in + at));
+    const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in + at + 32));
+    const __m256i c = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in + at + 64));
+    const __m256i d = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in + at + 96));
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(out + at), a);
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(out + at + 32), b);
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(out + at + 64), c);
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(out + at + 96), d);
+  }
+  std::memcpy(out + at, in + at, num_bytes - at);
+  _mm_sfence();
+}
+#else
+void copy_row_streaming(void* dst, const void* src, size_t num_bytes) { std::memcpy(dst, src, num_bytes); }
+#endif
+
+constexpr RowKernels table(Isa isa) { return {isa, copy_row, copy_row_streaming, quantize_row, sum_rows}; }
+
+}  // namespace
+}  // namespace turnout::engine
