@@ -1,76 +1,108 @@
 // The table, and typed readers that say what is wrong with a value.
 #include "util/env.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
+#include <array>
 #include <charconv>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
+#include <initializer_list>
+#include <limits>
 #include <numeric>
 
 extern "C" char** environ;  // NOLINT: POSIX gives the environment no other name
 
 namespace turnout::util {
 
+/// The text of one variable, and what can be made of it. Empty: the variable is absent.
+class EnvValue {
+ public:
+  EnvValue(const EnvVariable& row, std::string text) : row_(row), text_(std::move(text)) {}
+
+  const std::string& text() const { return text_; }
+
+  template <class T>
+  std::optional<T> integer(T least, T most = std::numeric_limits<T>::max()) const {
+    if (text_.empty()) return std::nullopt;
+    T n = 0;
+    const char* last = text_.data() + text_.size();
+    const auto [end, error] = std::from_chars(text_.data(), last, n);
+    if (error == std::errc() && end == last && n >= least && n <= most) return n;
+    throw wrong(most == std::numeric_limits<T>::max() ? fmt::format("an integer of at least {}", least)
+                                                      : fmt::format("an integer from {} to {}", least, most));
+  }
+  int64_t milliseconds() const {
+    constexpr int64_t kYear = int64_t{1000} * 3600 * 24 * 365;
+    const EnvValue& given = text_.empty() ? EnvValue(row_, std::string(row_.default_value)) : *this;
+    return *given.integer<int64_t>(1, kYear);
+  }
+  /// The position of the value among `choices`.
+  size_t choice(std::initializer_list<std::string_view> choices) const {
+    const std::string_view value = text_.empty() ? row_.default_value : std::string_view(text_);
+    const auto* found = std::find(choices.begin(), choices.end(), value);
+    if (found == choices.end()) throw wrong(std::string(row_.type));
+    return static_cast<size_t>(found - choices.begin());
+  }
+  std::string choice_text(std::initializer_list<std::string_view> choices) const { return std::string(choices.begin()[choice(choices)]); }
+
+ private:
+  InvalidArgument wrong(const std::string& wanted) const {
+    return InvalidArgument(fmt::format("{} is '{}', but must be {}", row_.name, text_, wanted));
+  }
+
+  const EnvVariable& row_;
+  std::string text_;
+};
+
 namespace {
 
+using V = const EnvValue&;
+
 constexpr EnvVariable kTable[] = {
-    {"TURNOUT_LOG", "error, warn, info or debug", "warn", "Lines of this level and above are written to stderr."},
-    {"TURNOUT_TRANSPORT", "auto, inproc or shm", "auto", "Transport of Communicators that do not name one."},
-    {"TURNOUT_NODE_ID", "integer", "", "Node of this rank: overrides what the machine says, for the order of sums."},
-    {"TURNOUT_RANK", "integer", "", "Rank of this process; set by `turnout launch`, goes before other launchers' variables."},
-    {"TURNOUT_NUM_RANKS", "integer", "", "Number of ranks; set by `turnout launch`."},
-    {"TURNOUT_LOCAL_RANK", "integer", "TURNOUT_RANK", "Index of this rank on its machine; set by `turnout launch`."},
-    {"TURNOUT_ROOT", "host name or address", "MASTER_ADDR, else what the launcher says (docs/launch.md)", "Where rank 0 serves the rendezvous."},
-    {"TURNOUT_PORT", "1 to 65535", "MASTER_PORT + 1, else from the name of the job", "TCP port of the rendezvous."},
-    {"TURNOUT_JOB", "text", "the launcher's job id", "Names the job on this host: keys the secret file."},
-    {"TURNOUT_SECRET", "text", "", "Secret that all ranks of the job share; needed beyond one host."},
-    {"TURNOUT_SECRET_FILE", "path", "", "File that holds the secret, readable by its owner only (mode 0600)."},
-    {"TURNOUT_INTERFACE", "name", "", "Network interface whose address the rendezvous binds."},
-    {"TURNOUT_BOOTSTRAP_TIMEOUT_MS", "milliseconds", "60000", "Deadline of each bootstrap step of Communicators made from the environment."},
-    {"TURNOUT_TIMEOUT_MS", "milliseconds", "60000", "Default of Timeouts::timeout in the command-line tools."},
-    {"TURNOUT_BUSY_TIMEOUT_MS", "milliseconds", "1800000", "Default of Timeouts::busy_timeout in the command-line tools."},
-    {"TURNOUT_SPIN_US", "microseconds", "", "How long a wait spins before it sleeps; by default 50, or 2 where ranks outnumber cores."},
-    {"TURNOUT_NUM_THREADS", "1 to 256", "1", "Threads per rank in the command-line tools."},
-    {"TURNOUT_CPU_ISA", "auto, avx512, avx2 or plain", "auto", "Instruction set of row copies, conversions and sums."},
+    {"TURNOUT_LOG", "error, warn, info or debug", "warn", "Lines of this level and above are written to stderr.",
+     [](Env& e, V v) { e.log_level = static_cast<LogLevel>(v.choice({"error", "warn", "info", "debug"})); }},
+    {"TURNOUT_TRANSPORT", "auto, inproc or shm", "auto", "Transport of Communicators that do not name one.",
+     [](Env& e, V v) { e.transport = v.choice_text({"auto", "inproc", "shm"}); }},
+    {"TURNOUT_NODE_ID", "integer", "", "Node of this rank: overrides what the machine says, for the order of sums.",
+     [](Env& e, V v) { e.node_id = v.integer(0); }},
+    {"TURNOUT_RANK", "integer", "", "Rank of this process; set by `turnout launch`, goes before other launchers' variables.",
+     [](Env& e, V v) { e.rank = v.integer(0, 1 << 24); }},
+    {"TURNOUT_NUM_RANKS", "integer", "", "Number of ranks; set by `turnout launch`.",
+     [](Env& e, V v) { e.num_ranks = v.integer(1, 1 << 24); }},
+    {"TURNOUT_LOCAL_RANK", "integer", "TURNOUT_RANK", "Index of this rank on its machine; set by `turnout launch`.",
+     [](Env& e, V v) { e.local_rank = v.integer(0, 1 << 24); }},
+    {"TURNOUT_ROOT", "host name or address", "MASTER_ADDR, else what the launcher says (docs/launch.md)", "Where rank 0 serves the rendezvous.",
+     [](Env& e, V v) { e.root = v.text(); }},
+    {"TURNOUT_PORT", "1 to 65535", "MASTER_PORT + 1, else from the name of the job", "TCP port of the rendezvous.",
+     [](Env& e, V v) { e.port = v.integer(1, 65535); }},
+    {"TURNOUT_JOB", "text", "the launcher's job id", "Names the job on this host: keys the secret file.",
+     [](Env& e, V v) { e.job = v.text(); }},
+    {"TURNOUT_SECRET", "text", "", "Secret that all ranks of the job share; needed beyond one host.",
+     [](Env& e, V v) { e.secret = v.text(); }},
+    {"TURNOUT_SECRET_FILE", "path", "", "File that holds the secret, readable by its owner only (mode 0600).",
+     [](Env& e, V v) { e.secret_file = v.text(); }},
+    {"TURNOUT_INTERFACE", "name", "", "Network interface whose address the rendezvous binds.",
+     [](Env& e, V v) { e.interface = v.text(); }},
+    {"TURNOUT_BOOTSTRAP_TIMEOUT_MS", "milliseconds", "60000", "Deadline of each bootstrap step of Communicators made from the environment.",
+     [](Env& e, V v) { e.bootstrap_timeout_ms = v.milliseconds(); }},
+    {"TURNOUT_TIMEOUT_MS", "milliseconds", "60000", "Default of Timeouts::timeout in the command-line tools.",
+     [](Env& e, V v) { e.timeout_ms = v.milliseconds(); }},
+    {"TURNOUT_BUSY_TIMEOUT_MS", "milliseconds", "1800000", "Default of Timeouts::busy_timeout in the command-line tools.",
+     [](Env& e, V v) { e.busy_timeout_ms = v.milliseconds(); }},
+    {"TURNOUT_SPIN_US", "microseconds", "50, or 2 where ranks outnumber cores", "How long a wait spins before it sleeps.",
+     [](Env& e, V v) { e.spin_us = v.integer<int64_t>(0, 1'000'000); }},
+    {"TURNOUT_NUM_THREADS", "1 to 256", "1", "Threads per rank in the command-line tools.",
+     [](Env& e, V v) { e.num_threads = v.integer(1, 256); }},
+    {"TURNOUT_CPU_ISA", "auto, avx512, avx2 or plain", "auto", "Instruction set of row copies, conversions and sums.",
+     [](Env& e, V v) { e.cpu_isa = v.choice_text({"auto", "avx512", "avx2", "plain"}); }},
 };
 
-std::string wrong(std::string_view name, std::string_view value, std::string_view wanted) {
-  return std::string(name) + " is '" + std::string(value) + "', but must be " + std::string(wanted);
+EnvValue value_of(const EnvVariable& row, const EnvLookup& lookup) {
+  const char* text = lookup(row.name.data());  // a literal, so it ends in 0
+  return {row, text ? text : ""};
 }
-
-struct Reader {
-  const std::function<const char*(const char*)>& lookup;
-
-  const EnvVariable& row(std::string_view name) const {
-    return *std::find_if(std::begin(kTable), std::end(kTable), [&](const EnvVariable& v) { return v.name == name; });
-  }
-  std::string text(std::string_view name) const {
-    const char* value = lookup(std::string(row(name).name).c_str());
-    return value ? value : "";
-  }
-  std::optional<int64_t> integer(std::string_view name, int64_t least, int64_t most) const {
-    const std::string value = text(name);
-    if (value.empty()) return std::nullopt;
-    int64_t n = 0;
-    const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), n);
-    if (error != std::errc() || end != value.data() + value.size() || n < least || n > most) {
-      throw InvalidArgument(wrong(name, value, "an integer from " + std::to_string(least) + " to " + std::to_string(most)));
-    }
-    return n;
-  }
-  std::optional<int> small(std::string_view name, int least, int most) const {
-    const auto n = integer(name, least, most);
-    return n ? std::optional<int>(static_cast<int>(*n)) : std::nullopt;
-  }
-  std::string choice(std::string_view name, std::initializer_list<std::string_view> choices) const {
-    std::string value = text(name);
-    if (value.empty()) return std::string(row(name).default_value);
-    if (std::find(choices.begin(), choices.end(), value) == choices.end()) throw InvalidArgument(wrong(name, value, row(name).type));
-    return value;
-  }
-};
 
 size_t edit_distance(std::string_view a, std::string_view b) {
   std::vector<size_t> row(b.size() + 1);
@@ -87,45 +119,44 @@ size_t edit_distance(std::string_view a, std::string_view b) {
   return row.back();
 }
 
+std::vector<std::string> names_of_environment() {
+  std::vector<std::string> names;
+  for (char** entry = environ; entry && *entry; ++entry) {
+    if (const char* equals = std::strchr(*entry, '=')) names.emplace_back(*entry, static_cast<size_t>(equals - *entry));
+  }
+  return names;
+}
+
 }  // namespace
 
 std::span<const EnvVariable> env_table() { return kTable; }
 
-Env read_env(const std::function<const char*(const char*)>& lookup) {
-  const Reader read{lookup};
-  constexpr int64_t kMostMs = int64_t{1000} * 3600 * 24 * 365;
+Env read_env(const EnvLookup& lookup) {
   Env e;
-  const std::string level = read.choice("TURNOUT_LOG", {"error", "warn", "info", "debug"});
-  e.log_level = level == "error" ? LogLevel::error : level == "warn" ? LogLevel::warn : level == "info" ? LogLevel::info : LogLevel::debug;
-  e.transport = read.choice("TURNOUT_TRANSPORT", {"auto", "inproc", "shm"});
-  e.node_id = read.small("TURNOUT_NODE_ID", 0, INT32_MAX);
-  e.rank = read.small("TURNOUT_RANK", 0, 1 << 24);
-  e.num_ranks = read.small("TURNOUT_NUM_RANKS", 1, 1 << 24);
-  e.local_rank = read.small("TURNOUT_LOCAL_RANK", 0, 1 << 24);
-  e.root = read.text("TURNOUT_ROOT");
-  e.port = read.small("TURNOUT_PORT", 1, 65535);
-  e.job = read.text("TURNOUT_JOB");
-  e.secret = read.text("TURNOUT_SECRET");
-  e.secret_file = read.text("TURNOUT_SECRET_FILE");
-  e.interface = read.text("TURNOUT_INTERFACE");
-  e.bootstrap_timeout_ms = read.integer("TURNOUT_BOOTSTRAP_TIMEOUT_MS", 1, kMostMs).value_or(60'000);
-  e.timeout_ms = read.integer("TURNOUT_TIMEOUT_MS", 1, kMostMs).value_or(60'000);
-  e.busy_timeout_ms = read.integer("TURNOUT_BUSY_TIMEOUT_MS", 1, kMostMs).value_or(1'800'000);
-  e.spin_us = read.integer("TURNOUT_SPIN_US", 0, 1'000'000);
-  e.num_threads = read.small("TURNOUT_NUM_THREADS", 1, 256);
-  e.cpu_isa = read.choice("TURNOUT_CPU_ISA", {"auto", "avx512", "avx2", "plain"});
+  for (const EnvVariable& row : kTable) row.read(e, value_of(row, lookup));
   return e;
 }
 
-std::vector<std::string> unknown_variables(const std::vector<std::string>& given) {
+LogLevel read_log_level(const EnvLookup& lookup) {
+  Env e;
+  try {
+    kTable[0].read(e, value_of(kTable[0], lookup));
+  } catch (const InvalidArgument&) {
+    return Env().log_level;  // env() throws; a line that is being written must not
+  }
+  return e.log_level;
+}
+static_assert(kTable[0].name == "TURNOUT_LOG");
+
+std::vector<std::string> unknown_variables(const std::vector<std::string>& names) {
   std::vector<std::string> lines;
-  for (const std::string& name : given) {
+  for (const std::string& name : names) {
     if (!name.starts_with("TURNOUT_")) continue;
     if (std::any_of(std::begin(kTable), std::end(kTable), [&](const EnvVariable& v) { return v.name == name; })) continue;
     const auto* nearest = std::min_element(std::begin(kTable), std::end(kTable), [&](const EnvVariable& a, const EnvVariable& b) {
       return edit_distance(a.name, name) < edit_distance(b.name, name);
     });
-    lines.push_back(name + " is not a variable of Turnout; did you mean " + std::string(nearest->name) + "?");
+    lines.push_back(fmt::format("{} is not a variable of Turnout; did you mean {}?", name, nearest->name));
   }
   return lines;
 }
@@ -133,14 +164,7 @@ std::vector<std::string> unknown_variables(const std::vector<std::string>& given
 const Env& env() {
   static const Env instance = [] {
     Env e = read_env([](const char* name) -> const char* { return std::getenv(name); });  // NOLINT(concurrency-mt-unsafe)
-    std::vector<std::string> names;
-    for (char** entry = environ; entry && *entry; ++entry) {
-      const char* equals = std::strchr(*entry, '=');
-      if (equals) names.emplace_back(std::string_view(*entry, static_cast<size_t>(equals - *entry)));
-    }
-    for (const std::string& line : unknown_variables(names)) {
-      if (e.log_level >= LogLevel::warn) std::fprintf(stderr, "turnout warn: %s\n", line.c_str());
-    }
+    for (const std::string& line : unknown_variables(names_of_environment())) log_once(LogLevel::warn, line);
     return e;
   }();
   return instance;
@@ -149,11 +173,12 @@ const Env& env() {
 std::string env_page() {
   std::string page =
       "# Environment variables\n\nPrinted from the table in `src/util/env.cc` by `./dev docs`; a test fails when this page differs.\n"
-      "A malformed value is an error that names the variable; an unknown `TURNOUT_` variable is reported once.\n\n"
+      "A malformed value is an error that names the variable; a variable set to nothing counts as absent; an unknown `TURNOUT_` variable is\n"
+      "reported once.\n\n"
       "| variable | value | default | meaning |\n|---|---|---|---|\n";
   for (const EnvVariable& v : kTable) {
-    page += "| `" + std::string(v.name) + "` | " + std::string(v.type) + " | " + (v.default_value.empty() ? "none" : std::string(v.default_value)) +
-            " | " + std::string(v.sentence) + " |\n";
+    const std::string_view by_default = v.default_value.empty() ? "none" : v.default_value;
+    page += fmt::format("| `{}` | {} | {} | {} |\n", v.name, v.type, by_default, v.sentence);
   }
   return page;
 }

@@ -13,12 +13,12 @@
 
 namespace turnout::util {
 
-/// The variables as they were when first asked for.
+/// The variables as they were when first asked for; a new one is a field here and a row of the table in env.cc.
+/// A variable that is set to nothing counts as absent.
 struct Env {
   LogLevel log_level = LogLevel::warn;
-  std::string transport;        ///< TURNOUT_TRANSPORT
-  std::optional<int> node_id;   ///< TURNOUT_NODE_ID
-  std::optional<int> rank, num_ranks, local_rank;
+  std::string transport;
+  std::optional<int> node_id, rank, num_ranks, local_rank;
   std::string root, job, secret, secret_file, interface;
   std::optional<int> port;
   int64_t bootstrap_timeout_ms = 0, timeout_ms = 0, busy_timeout_ms = 0;
@@ -30,16 +30,21 @@ struct Env {
 /// Throws: InvalidArgument naming the variable, its value and what would do. Unknown TURNOUT_* variables are logged once.
 const Env& env();
 
-/// Reads the table with `lookup` in place of getenv (tests).
-Env read_env(const std::function<const char*(const char*)>& lookup);
+/// Finds the value of a variable, or nullptr; getenv in env(), a table in tests.
+using EnvLookup = std::function<const char*(const char*)>;
+Env read_env(const EnvLookup& lookup);
+/// TURNOUT_LOG alone, for the log itself: never throws, a malformed value is the default.
+LogLevel read_log_level(const EnvLookup& lookup);
 
+class EnvValue;
 struct EnvVariable {
   std::string_view name, type, default_value, sentence;
+  void (*read)(Env& env, const EnvValue& value);
 };
 std::span<const EnvVariable> env_table();
 /// docs/env.md.
 std::string env_page();
-/// Names of `given` that begin with TURNOUT_ and are not in the table, each with the nearest known name.
-std::vector<std::string> unknown_variables(const std::vector<std::string>& given);
+/// A line for each of `names` that begins with TURNOUT_ and is not in the table, with the nearest known name.
+std::vector<std::string> unknown_variables(const std::vector<std::string>& names);
 
 }  // namespace turnout::util

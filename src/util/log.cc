@@ -1,9 +1,14 @@
 // One lock, one line per write: lines of several threads do not mix.
 #include "util/log.h"
 
+#include <fmt/format.h>
+
 #include <cstdio>
+#include <cstdlib>
+#include <memory>
 #include <mutex>
 #include <set>
+#include <string>
 
 #include "util/env.h"
 
@@ -13,35 +18,48 @@ namespace {
 
 struct Logger {
   std::mutex mutex;
-  std::set<std::string> seen;
-  std::function<void(LogLevel, std::string_view)> callback;
+  std::set<std::string, std::less<>> seen;
+  LogCallback callback;
 };
 
+// Never destroyed: threads of ours and of the caller may log while the process ends.
 Logger& logger() {
-  static Logger instance;
+  static Logger& instance = *std::make_unique<Logger>().release();
   return instance;
 }
 
-constexpr const char* kNames[] = {"error", "warn", "info", "debug"};
+bool admitted(LogLevel level) {
+  // Not from env(): that logs, and may throw.
+  static const LogLevel most = read_log_level([](const char* name) -> const char* { return std::getenv(name); });  // NOLINT(concurrency-mt-unsafe)
+  return level <= most;
+}
 
 }  // namespace
 
-void log(LogLevel level, std::string_view text) {
-  if (static_cast<int>(level) > static_cast<int>(env().log_level)) return;
-  std::lock_guard lock(logger().mutex);
-  if (logger().callback) return logger().callback(level, text);
-  std::fprintf(stderr, "turnout %s: %.*s\n", kNames[static_cast<int>(level)], static_cast<int>(text.size()), text.data());
+std::string_view name(LogLevel level) {
+  constexpr std::string_view kNames[] = {"error", "warn", "info", "debug"};
+  return kNames[static_cast<int>(level)];
 }
 
-void log_once(LogLevel level, const std::string& text) {
+void log(LogLevel level, std::string_view text, int rank) {
+  if (!admitted(level)) return;
+  std::lock_guard lock(logger().mutex);
+  if (logger().callback) return logger().callback(level, text, rank);
+  const std::string who = rank >= 0 ? fmt::format("turnout [rank {}] ", rank) : "turnout ";
+  const std::string line = fmt::format("{}{}: {}\n", who, name(level), text);
+  std::fwrite(line.data(), 1, line.size(), stderr);
+}
+
+void log_once(LogLevel level, std::string_view text, int rank) {
+  if (!admitted(level)) return;
   {
     std::lock_guard lock(logger().mutex);
-    if (!logger().seen.insert(text).second) return;
+    if (!logger().seen.emplace(text).second) return;
   }
-  log(level, text);
+  log(level, text, rank);
 }
 
-void set_log_callback(std::function<void(LogLevel, std::string_view)> callback) {
+void set_log_callback(LogCallback callback) {
   std::lock_guard lock(logger().mutex);
   logger().callback = std::move(callback);
 }

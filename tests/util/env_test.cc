@@ -79,11 +79,43 @@ TEST(Env, EveryRowOfTheTableIsRead) {
   EXPECT_EQ(asked, listed);
 }
 
+TEST(Env, TheMessageIsWhole) {
+  EXPECT_EQ(complaint({{"TURNOUT_PORT", "0"}}), "TURNOUT_PORT is '0', but must be an integer from 1 to 65535");
+  EXPECT_EQ(complaint({{"TURNOUT_NODE_ID", "-1"}}), "TURNOUT_NODE_ID is '-1', but must be an integer of at least 0");
+  EXPECT_EQ(complaint({{"TURNOUT_LOG", "loud"}}), "TURNOUT_LOG is 'loud', but must be error, warn, info or debug");
+}
+
+TEST(Env, EveryTypeThatIsNotFreeTextRefusesNonsense) {
+  const std::set<std::string_view> free_text = {"text", "path", "name", "host name or address"};
+  for (const EnvVariable& v : env_table()) {
+    if (free_text.contains(v.type)) continue;
+    for (const char* nonsense : {"x", "1x", " 1", "1.5", "-5", "99999999999999999999"}) {
+      EXPECT_NE(complaint({{std::string(v.name), nonsense}}), "") << v.name << "=" << nonsense;
+    }
+  }
+}
+
+TEST(Env, TheLevelOfTheLogNeverThrows) {
+  EXPECT_EQ(read_log_level([](const char*) -> const char* { return "loud"; }), LogLevel::warn);
+  EXPECT_EQ(read_log_level([](const char*) -> const char* { return "error"; }), LogLevel::error);
+  EXPECT_EQ(read_log_level([](const char*) -> const char* { return nullptr; }), LogLevel::warn);
+}
+
 TEST(Env, UnknownVariablesGetTheNearestName) {
   EXPECT_TRUE(unknown_variables({"TURNOUT_LOG", "PATH", "LOG"}).empty());
   const auto lines = unknown_variables({"TURNOUT_TRANSPRT"});
   ASSERT_EQ(lines.size(), 1u);
   EXPECT_NE(lines[0].find("TURNOUT_TRANSPORT?"), std::string::npos) << lines[0];
+}
+
+TEST(Env, RowsAreNamedOnceAndSayASentence) {
+  std::set<std::string_view> names;
+  for (const EnvVariable& v : env_table()) {
+    EXPECT_TRUE(v.name.starts_with("TURNOUT_")) << v.name;
+    EXPECT_TRUE(names.insert(v.name).second) << v.name << " twice";
+    EXPECT_TRUE(v.sentence.ends_with('.')) << v.name;
+    EXPECT_EQ(v.sentence.find('|'), std::string_view::npos) << v.name << ": breaks the table of the page";
+  }
 }
 
 TEST(Env, ThePageNamesEveryVariable) {

@@ -14,7 +14,7 @@ namespace {
 class Catcher {
  public:
   Catcher() {
-    set_log_callback([this](LogLevel, std::string_view text) { lines.emplace_back(text); });
+    set_log_callback([this](LogLevel, std::string_view text, int) { lines.emplace_back(text); });
   }
   ~Catcher() { set_log_callback({}); }
   Catcher(const Catcher&) = delete;
@@ -32,7 +32,8 @@ TEST(Log, CallbackGetsErrorsInOrder) {
 TEST(Log, WithoutACallbackLinesGoToStderr) {
   testing::internal::CaptureStderr();
   log(LogLevel::error, "a line");
-  EXPECT_EQ(testing::internal::GetCapturedStderr(), "turnout error: a line\n");
+  log(LogLevel::error, "of a rank", 3);
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "turnout error: a line\nturnout [rank 3] error: of a rank\n");
 }
 
 TEST(Log, OnceIsOncePerText) {
