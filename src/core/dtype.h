@@ -1,7 +1,6 @@
 // Floating types of a row as bits, to and from fp32. Rounding is to nearest even; a NaN always becomes the canonical one of
 // its type (positive, quiet, payload dropped), so that every processor gives the same bits.
 #pragma once
-#include <bit>
 #include <cstdint>
 
 #include "core/host_device.h"
@@ -9,18 +8,18 @@
 namespace turnout::core {
 
 inline constexpr uint16_t kNanBf16 = 0x7FC0, kNanFp16 = 0x7E00;
-inline constexpr uint8_t kNanE4m3 = 0x7F, kNanE5m2 = 0x7E;
+inline constexpr uint8_t kNanE4m3 = 0x7F, kNanE5m2 = 0x7E, kNanUe8m0 = 0xFF;
 inline constexpr uint32_t kNanFp32 = 0x7FC00000;
 inline constexpr uint64_t kNanFp64 = 0x7FF8000000000000;
 
-TURNOUT_HOST_DEVICE constexpr uint32_t bits_of(float x) { return std::bit_cast<uint32_t>(x); }
-TURNOUT_HOST_DEVICE constexpr float float_of(uint32_t bits) { return std::bit_cast<float>(bits); }
+TURNOUT_HOST_DEVICE constexpr uint32_t bits_of(float x) { return __builtin_bit_cast(uint32_t, x); }
+TURNOUT_HOST_DEVICE constexpr float float_of(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 TURNOUT_HOST_DEVICE constexpr bool is_nan(float x) { return (bits_of(x) & 0x7FFFFFFF) > 0x7F800000; }
 
 TURNOUT_HOST_DEVICE constexpr float canonical(float x) { return is_nan(x) ? float_of(kNanFp32) : x; }
-TURNOUT_HOST_DEVICE constexpr double canonical(double x) { return x != x ? std::bit_cast<double>(kNanFp64) : x; }
+TURNOUT_HOST_DEVICE constexpr double canonical(double x) { return x != x ? __builtin_bit_cast(double, kNanFp64) : x; }
 
-TURNOUT_HOST_DEVICE constexpr float bf16_to_float(uint16_t bits) { return float_of(static_cast<uint32_t>(bits) << 16); }
+TURNOUT_HOST_DEVICE constexpr float bf16_to_float(uint16_t bits) { return canonical(float_of(static_cast<uint32_t>(bits) << 16)); }
 TURNOUT_HOST_DEVICE constexpr uint16_t float_to_bf16(float x) {
   const uint32_t b = bits_of(x);
   if ((b & 0x7FFFFFFF) > 0x7F800000) return kNanBf16;
@@ -108,12 +107,33 @@ TURNOUT_HOST_DEVICE constexpr uint8_t float_to_fp8_e5m2(float x) {
   return static_cast<uint8_t>((b >> 24 & 0x80) | (code > 0x7B ? 0x7B : code));
 }
 
+/// fp64 to narrower types, with one rounding.
+TURNOUT_HOST_DEVICE constexpr float double_to_float(double x) { return canonical(static_cast<float>(x)); }
+
+namespace detail {
+
+/// Rounded to odd: toward zero, then with the last bit set if anything was lost. What is rounded to at most 22 bits after that
+/// comes out as if it had been rounded once.
+TURNOUT_HOST_DEVICE constexpr float to_odd(double x) {
+  if (x != x) return float_of(kNanFp32);
+  const float nearest = static_cast<float>(x);
+  const double back = nearest;
+  if (back == x) return nearest;
+  const double magnitude = x < 0 ? -x : x, back_magnitude = back < 0 ? -back : back;
+  return float_of((bits_of(nearest) - (back_magnitude > magnitude ? 1 : 0)) | 1);
+}
+
+}  // namespace detail
+
+TURNOUT_HOST_DEVICE constexpr uint16_t double_to_bf16(double x) { return float_to_bf16(detail::to_odd(x)); }
+TURNOUT_HOST_DEVICE constexpr uint16_t double_to_fp16(double x) { return float_to_fp16(detail::to_odd(x)); }
+
 /// ue8m0: an exponent alone, 2^(code - 127); 255 is NaN.
 TURNOUT_HOST_DEVICE constexpr float ue8m0_to_float(uint8_t code) {
   if (code == 255) return float_of(kNanFp32);
   return code == 0 ? float_of(0x00400000) : float_of(static_cast<uint32_t>(code) << 23);
 }
-/// The smallest power of two that is at least `x`. REQUIRES: x > 0 and finite, at most 2^127.
+/// The smallest power of two that is at least `x`. REQUIRES: 2^-126 <= x <= 2^127.
 TURNOUT_HOST_DEVICE constexpr uint8_t float_to_ue8m0_up(float x) {
   const uint32_t b = bits_of(x);
   return static_cast<uint8_t>((b >> 23) + ((b & 0x7FFFFF) != 0));

@@ -4,8 +4,8 @@
 #include <cstring>
 #include <string>
 
-#include "core/scale.h"
-#include "engine/cpu/rows_tables.h"
+#include "core/dtype.h"
+#include "engine/cpu/rows_isa.h"
 #include "turnout/error.h"
 #include "util/env.h"
 
@@ -22,32 +22,21 @@ std::string_view name(Isa isa) {
 Isa best_isa() {
   const std::string& asked = util::env().cpu_isa;
   for (Isa isa : {Isa::avx512, Isa::avx2, Isa::plain}) {
-    if (asked == name(isa) && !processor_has(isa)) {
+    if (asked == name(isa) && !has_isa(isa)) {
       throw InvalidArgument("TURNOUT_CPU_ISA=" + asked + ": this processor does not have it; auto takes the best that it has");
     }
     const bool wanted = asked.empty() || asked == "auto" || asked == name(isa);
-    if (wanted && processor_has(isa)) return isa;
+    if (wanted && has_isa(isa)) return isa;
   }
   return Isa::plain;
 }
 
 const RowKernels& row_kernels(Isa isa) {
   switch (isa) {
-    case Isa::avx2: return avx2_rows();
-    case Isa::avx512: return avx512_rows();
-    default: return plain_rows();
+    case Isa::avx2: return row_kernels_avx2();
+    case Isa::avx512: return row_kernels_avx512();
+    default: return row_kernels_plain();
   }
-}
-
-float write_block_scale(float amax, float* scale, uint8_t* ue8m0) {
-  float s = core::scale_of(amax);
-  if (ue8m0) {
-    *ue8m0 = core::float_to_ue8m0_up(s);
-    s = core::ue8m0_to_float(*ue8m0);
-  } else {
-    std::memcpy(scale, &s, sizeof s);  // scales of a record may lie anywhere
-  }
-  return 1.0f / s;
 }
 
 namespace {

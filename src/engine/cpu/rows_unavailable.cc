@@ -1,10 +1,10 @@
 // Processors other than x86-64: plain C++ for everything.
-#include "engine/cpu/rows_tables.h"
+#include "engine/cpu/rows_isa.h"
 
 namespace turnout::engine {
 
-bool processor_has(Isa isa) { return isa == Isa::plain; }
-const RowKernels& avx2_rows() { return plain_rows(); }
-const RowKernels& avx512_rows() { return plain_rows(); }
+bool has_isa(Isa isa) { return isa == Isa::plain; }
+const RowKernels& row_kernels_avx2() { return row_kernels_plain(); }
+const RowKernels& row_kernels_avx512() { return row_kernels_plain(); }
 
 }  // namespace turnout::engine

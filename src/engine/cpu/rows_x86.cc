@@ -1,11 +1,11 @@
 // Which instruction sets this processor and its operating system offer.
 #include <cpuid.h>
 
-#include "engine/cpu/rows_tables.h"
+#include "engine/cpu/rows_isa.h"
 
 namespace turnout::engine {
 
-bool processor_has(Isa isa) {
+bool has_isa(Isa isa) {
   if (isa == Isa::plain) return true;
   unsigned a = 0, b = 0, c = 0, d = 0;
   const bool f16c = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
