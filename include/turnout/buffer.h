@@ -33,21 +33,21 @@ class TURNOUT_API Allocator {
 
 /// Arguments of dispatch(). T tokens of this rank, H elements per row, K experts per token.
 struct DispatchArgs {
-  TensorView x;             ///< [T, H], any dtype, last stride 1; rows are moved as bytes
-  TensorView topk_idx;      ///< [T, K] int32 or int64 dense; -1 = none; duplicates count twice. Not with `handle`.
-  TensorView topk_weights;  ///< [T, K] fp32 or bf16 dense; optional. Not with `handle` (its weights are used again).
-  std::vector<TensorView> side;  ///< any number of [T, w] arrays that travel with the rows (scales), last stride 1
+  TensorView x{};           ///< [T, H], any dtype, last stride 1; rows are moved as bytes
+  TensorView topk_idx{};    ///< [T, K] int32 or int64 dense; -1 = none; duplicates count twice. Not with `handle`.
+  TensorView topk_weights{};  ///< [T, K] fp32 or bf16 dense; optional. Not with `handle` (its weights are used again).
+  std::vector<TensorView> side{};  ///< any number of [T, w] arrays that travel with the rows (scales), last stride 1
   const Handle* handle = nullptr;  ///< reuse this routing instead of topk_idx: no counting
 
   Mode mode = Mode::automatic;
   Layout layout = Layout::rank_major;
   /// Absent: exact (the host waits for the counts; never fails for size). Given: rows per receiving rank, padding
   /// included, or rows per local expert (expert_slab, where it is required). The same on all ranks, 0 allowed.
-  std::optional<int64_t> capacity;
+  std::optional<int64_t> capacity{};
   int expert_alignment = 1;  ///< expert_major: groups start at multiples of this
   Quantize quantize = Quantize::none;  ///< of bf16, fp16 or fp32 x; scales arrive as result.x_scales
   ResultKind result = ResultKind::automatic;
-  TensorView out;            ///< optional: rows of the result go here ([>= rows, H], last stride 1; slab: dense)
+  TensorView out{};          ///< optional: rows of the result go here ([>= rows, H], last stride 1; slab: dense)
   Receive receive = Receive::deferred;  ///< of dispatch_async
   OnFailure on_failure = OnFailure::raise;
   int lane = 0;
@@ -93,13 +93,13 @@ enum class CombineWeights : uint8_t {
 
 /// Arguments of combine().
 struct CombineArgs {
-  TensorView y;       ///< rows in the handle's layout: [N, H'] or [Le, C, H'], fp16, bf16, fp32 or fp64, last stride 1
+  TensorView y{};     ///< rows in the handle's layout: [N, H'] or [Le, C, H'], fp16, bf16, fp32 or fp64, last stride 1
   const Handle* handle = nullptr;
   CombineWeights apply = CombineWeights::none;
-  TensorView weights;  ///< with CombineWeights::rows: fp32 or bf16 [N] or [Le, C]
-  TensorView side;     ///< optional fp32, one scalar per row, carried back to [T, K]: [N] or [Le, C]; rank_major [N, K]
+  TensorView weights{};  ///< with CombineWeights::rows: fp32 or bf16 [N] or [Le, C]
+  TensorView side{};   ///< optional fp32, one scalar per row, carried back to [T, K]: [N] or [Le, C]; rank_major [N, K]
   Wire wire = Wire::payload;  ///< rows: expert_major and expert_slab only
-  TensorView out;      ///< optional [T, H'] of y's dtype
+  TensorView out{};    ///< optional [T, H'] of y's dtype
   Mode mode = Mode::automatic;
   OnFailure on_failure = OnFailure::raise;
   int lane = 0;

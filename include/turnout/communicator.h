@@ -26,7 +26,7 @@ struct CommunicatorOptions {
   std::string transport = "auto";
   /// Node of every rank, e.g. {0,0,1}; empty: from the machine. Only the order of sums depends on it where all ranks
   /// reach each other by load and store.
-  std::vector<int> node_of_rank;
+  std::vector<int> node_of_rank{};
   std::chrono::milliseconds timeout = std::chrono::seconds(60);  ///< of each bootstrap step
   /// inproc only: non-zero delays and reorders puts and signals by this seed (tests; see docs/design/transport.md).
   uint64_t scheduler_seed = 0;

@@ -33,9 +33,9 @@ struct TURNOUT_API BufferConfig {
   size_t max_side_bytes = 0;    ///< most bytes of side arrays per row, all together (fused scales come on top)
 
   /// Owner of each expert; empty: in order, the first num_experts % num_ranks ranks hold one more.
-  std::vector<int> expert_to_rank;
+  std::vector<int> expert_to_rank{};
   /// Logical number of each physical expert; empty: every expert is its own.
-  std::vector<int> replica_of;
+  std::vector<int> replica_of{};
 
   int num_lanes = 1;            ///< independent sequences of calls
   int max_outstanding = 2;      ///< calls of a lane that may be in flight at once, the one being waited for included
@@ -44,7 +44,7 @@ struct TURNOUT_API BufferConfig {
 
   // Local choices: need not agree.
   int num_threads = 1;          ///< threads that move rows in a call, this one included
-  Timeouts timeouts;
+  Timeouts timeouts{};
   /// Writes pages of the receive region before the first call (first touch costs many times a copy).
   bool touch_pages = false;
 
