@@ -3,12 +3,14 @@
 
 #include <sched.h>
 #include <sys/stat.h>
+#include <sys/utsname.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstring>
 #include <fstream>
+#include <sstream>
 
+#include "transport/agree.h"
 #include "transport/doorbell.h"
 #include "transport/inproc/inproc.h"
 #include "transport/shm/shm.h"
@@ -18,29 +20,59 @@ namespace turnout::transport {
 
 namespace {
 
+uint64_t namespace_of(const char* path) {
+  struct stat info {};
+  return stat(path, &info) == 0 ? info.st_ino : 0;
+}
+
 RankPlace my_place() {
   RankPlace place;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> place.boot_id;
+  if (place.boot_id.empty()) {
+    // Without /proc the host's name is the best that tells machines apart.
+    utsname system{};
+    if (uname(&system) == 0) place.boot_id = std::string("host ") + system.nodename;
+  }
   place.pid = getpid();
   place.uid = getuid();
-  struct stat info {};
-  if (stat("/proc/self/ns/pid", &info) == 0) place.pid_namespace = info.st_ino;
+  place.pid_namespace = namespace_of("/proc/self/ns/pid");
+  place.net_namespace = namespace_of("/proc/self/ns/net");
   return place;
 }
 
-std::string pack(const RankPlace& place, const TransportRequest& request) {
-  return place.boot_id + '\n' + std::to_string(place.pid) + '\n' + std::to_string(place.uid) + '\n' + std::to_string(place.pid_namespace) + '\n' +
-         request.name + '\n' + std::to_string(request.scheduler_seed);
+std::string pack(const RankPlace& place) {
+  return place.boot_id + '\n' + std::to_string(place.pid) + ' ' + std::to_string(place.uid) + ' ' + std::to_string(place.pid_namespace) + ' ' +
+         std::to_string(place.net_namespace);
 }
 
-std::vector<std::string> lines(const std::vector<std::byte>& bytes) {
-  std::vector<std::string> out(1);
-  for (std::byte b : bytes) {
-    if (static_cast<char>(b) == '\n') out.emplace_back();
-    else out.back() += static_cast<char>(b);
+RankPlace unpack(const std::string& text) {
+  RankPlace place;
+  std::istringstream in(text);
+  std::getline(in, place.boot_id);
+  in >> place.pid >> place.uid >> place.pid_namespace >> place.net_namespace;
+  return place;
+}
+
+/// The name asked for if ranks at these places can use it, or the first that they can for "auto".
+std::string choose(const std::string& name, const std::vector<RankPlace>& places) {
+  const auto known = transport_names();
+  if (name != "auto") {
+    if (std::find(known.begin(), known.end(), name) == known.end()) {
+      std::string all = "auto";
+      for (const std::string& one : known) all += ", " + one;
+      throw InvalidArgument("transport '" + name + "' is unknown; there are " + all);
+    }
+    const std::string reason = unavailable_reason(name, places);
+    if (!reason.empty()) throw TransportError("transport " + name + " cannot be had: " + reason);
+    return name;
   }
-  out.resize(6);
-  return out;
+  std::string reasons;
+  for (const std::string& candidate : known) {
+    const std::string reason = unavailable_reason(candidate, places);
+    if (reason.empty()) return candidate;
+    reasons += "\n  " + reason;
+  }
+  throw TransportError("no transport reaches all ranks:" + reasons);
 }
 
 }  // namespace
@@ -58,50 +90,32 @@ std::vector<std::string> transport_names() { return {"inproc", "shm"}; }
 
 std::string unavailable_reason(const std::string& name, const std::vector<RankPlace>& places) {
   const RankPlace& first = places.front();
-  for (size_t rank = 1; rank < places.size(); ++rank) {
-    const RankPlace& other = places[rank];
-    if (other.boot_id != first.boot_id) return name + " needs all ranks on one machine, but rank " + std::to_string(rank) + " and rank 0 run under different kernels";
-    if (name == "inproc" && other.pid != first.pid) return "inproc needs ranks that are threads of one process, but rank " + std::to_string(rank) + " is another process";
+  for (size_t at = 1; at < places.size(); ++at) {
+    const RankPlace& other = places[at];
+    const std::string rank = "rank " + std::to_string(at);
+    if (other.boot_id != first.boot_id) return name + " needs all ranks on one machine, but " + rank + " and rank 0 run under different kernels";
+    // Two containers may both have a process 1.
+    if (name == "inproc" && (other.pid != first.pid || other.pid_namespace != first.pid_namespace)) {
+      return "inproc needs ranks that are threads of one process, but " + rank + " is another process than rank 0";
+    }
     if (name == "shm" && other.uid != first.uid) {
-      return "shm is private to a user, but rank " + std::to_string(rank) + " runs as uid " + std::to_string(other.uid) + " and rank 0 as " + std::to_string(first.uid);
+      return "shm is private to a user, but " + rank + " runs as uid " + std::to_string(other.uid) + " and rank 0 as " + std::to_string(first.uid);
+    }
+    if (name == "shm" && other.net_namespace != first.net_namespace) {
+      return "shm needs one network namespace (its descriptors travel over abstract unix sockets), but " + rank + " has another than rank 0";
     }
   }
   return "";
 }
 
 std::shared_ptr<Transport> make_transport(const TransportRequest& request) {
-  const std::string mine = pack(my_place(), request);
-  const auto all = request.bootstrap.all_gather("transport: places", std::as_bytes(std::span(mine.data(), mine.size())));
+  const std::string asked = request.name == "auto" ? util::env().transport : request.name;
+  const std::string facts = "'" + asked + "' (scheduler seed " + std::to_string(request.scheduler_seed) + ")";
+  const auto said = tell_all(request.bootstrap, "transport: places", facts, [] { return pack(my_place()); });
+  check_agreed(said, request.bootstrap.rank(), "transport");
   std::vector<RankPlace> places;
-  for (size_t rank = 0; rank < all.size(); ++rank) {
-    const auto fields = lines(all[rank]);
-    places.push_back({fields[0], std::atoll(fields[1].c_str()), std::atoll(fields[2].c_str()), std::strtoull(fields[3].c_str(), nullptr, 10)});
-    if (fields[4] != request.name || fields[5] != std::to_string(request.scheduler_seed)) {
-      throw InvalidArgument("ranks disagree about the transport: rank " + std::to_string(rank) + " asks for '" + fields[4] + "' (seed " + fields[5] +
-                            "), rank " + std::to_string(request.bootstrap.rank()) + " for '" + request.name + "' (seed " +
-                            std::to_string(request.scheduler_seed) + ")");
-    }
-  }
-  std::string name = request.name;
-  if (name == "auto") name = util::env().transport;
-  if (name == "auto") {
-    std::string reasons;
-    for (const std::string& candidate : transport_names()) {
-      const std::string reason = unavailable_reason(candidate, places);
-      if (reason.empty()) {
-        name = candidate;
-        break;
-      }
-      reasons += "\n  " + reason;
-    }
-    if (name == "auto") throw TransportError("no transport reaches all ranks:" + reasons);
-  } else {
-    const auto known = transport_names();
-    if (std::find(known.begin(), known.end(), name) == known.end()) {
-      throw InvalidArgument("transport '" + name + "' is unknown; there are auto, inproc and shm");
-    }
-    if (const std::string reason = unavailable_reason(name, places); !reason.empty()) throw TransportError("transport " + name + " cannot be had: " + reason);
-  }
+  for (const Said& rank : said) places.push_back(unpack(rank.made));
+  const std::string name = choose(asked, places);
   if (request.scheduler_seed != 0 && name != "inproc") throw InvalidArgument("scheduler_seed needs transport inproc, not " + name);
   if (name == "inproc") return make_inproc(request.bootstrap, request.scheduler_seed);
   return make_shm(request.bootstrap);

@@ -20,7 +20,7 @@ struct TransportRequest {
 struct RankPlace {
   std::string boot_id;  ///< of the running kernel
   int64_t pid = 0, uid = 0;
-  uint64_t pid_namespace = 0;
+  uint64_t pid_namespace = 0, net_namespace = 0;  ///< 0: unknown
 };
 
 /// Names of all transports that this library knows.

@@ -6,8 +6,10 @@
 #include <cerrno>
 #include <cstring>
 #include <string>
+#include <thread>
 #include <vector>
 
+#include "transport/agree.h"
 #include "transport/doorbell.h"
 #include "transport/inproc/scheduler.h"
 
@@ -19,7 +21,10 @@ namespace {
 struct Region {
   Region(size_t bytes, int num_signals) : num_bytes(bytes), signals(static_cast<size_t>(num_signals)) {
     memory = mmap(nullptr, bytes ? bytes : 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED) throw TransportError("inproc: no address space for a window of " + std::to_string(bytes) + " bytes: " + std::strerror(errno));
+    if (memory == MAP_FAILED) {
+      throw TransportError("inproc: no address space for a window of " + std::to_string(bytes) + " bytes: " + std::strerror(errno) +
+                           "; make the Buffer smaller, or raise the limit of address space (ulimit -v)");
+    }
     madvise(memory, bytes, MADV_HUGEPAGE);
   }
   Region(const Region&) = delete;
@@ -40,17 +45,33 @@ struct RankState {
 };
 
 /// Hands a shared object to all ranks: they are threads of one process, so a pointer travels well.
-template <class T>
-std::vector<std::shared_ptr<T>> exchange(Bootstrap& bootstrap, std::string_view step, std::shared_ptr<T> mine) {
-  const auto* address = &mine;
-  const auto all = bootstrap.all_gather(step, std::as_bytes(std::span(&address, 1)));
+template <class T, class Make>
+std::vector<std::shared_ptr<T>> exchange(Bootstrap& bootstrap, const std::string& step, const std::string& facts, Make make) {
+  std::shared_ptr<T> mine;
+  // What travels is the address of a weak pointer. Were it on the stack, a rank that arrives after this one gave up would
+  // read a dead address; so it is lost (16 bytes, not the object) if the bootstrap throws.
+  auto* address = new std::weak_ptr<T>;
+  const auto said = tell_all(bootstrap, step, facts, [&] {
+    mine = make();
+    *address = mine;
+    return std::string(reinterpret_cast<const char*>(&address), sizeof address);
+  });
+  std::unique_ptr<std::weak_ptr<T>> holder(address);
+  check_agreed(said, bootstrap.rank(), step);
+
   std::vector<std::shared_ptr<T>> peers;
-  for (const auto& bytes : all) {
-    const std::shared_ptr<T>* theirs = nullptr;
-    std::memcpy(&theirs, bytes.data(), sizeof theirs);
-    peers.push_back(*theirs);
-  }
-  bootstrap.barrier(std::string(step) + ": taken");  // only now may the pointers behind the addresses go
+  holder.release();
+  const auto taken = tell_all(bootstrap, step + ": taken", "", [&] {
+    for (const Said& peer : said) {
+      const std::weak_ptr<T>* theirs = nullptr;
+      std::memcpy(&theirs, peer.made.data(), sizeof theirs);
+      peers.push_back(theirs->lock());
+      if (!peers.back()) throw TransportError(step + ": rank " + std::to_string(peers.size() - 1) + " has given up");
+    }
+    return std::string();
+  });
+  holder.reset(address);  // only now may it go: all have taken
+  check_agreed(taken, bootstrap.rank(), step);
   return peers;
 }
 
@@ -88,6 +109,7 @@ class InprocWindow final : public Window {
   uint32_t ticket() const override { return mine().bell.ticket(); }
   void idle(uint32_t ticket, std::chrono::nanoseconds spin) override {
     if (!scheduler_ || !deliver()) mine().bell.wait(ticket, spin);
+    else std::this_thread::yield();  // what is under way lands by time, not by a ring
   }
 
  private:
@@ -111,7 +133,7 @@ class InprocWindow final : public Window {
 class InprocTransport final : public Transport {
  public:
   InprocTransport(std::unique_ptr<Bootstrap> bootstrap, uint64_t seed) : bootstrap_(std::move(bootstrap)), seed_(seed), mine_(std::make_shared<RankState>()) {
-    ranks_ = exchange(*bootstrap_, "inproc: ranks", mine_);
+    ranks_ = exchange<RankState>(*bootstrap_, "inproc: ranks", "", [&] { return mine_; });
     spin_ = spin_time(num_ranks());
   }
   ~InprocTransport() override { mine_->alive.store(false, std::memory_order_release); }
@@ -122,11 +144,13 @@ class InprocTransport final : public Transport {
 
   std::unique_ptr<Window> open(std::string_view label, size_t num_bytes, int num_signals) override {
     const std::string step = "inproc: window " + std::string(label);
-    auto regions = exchange(*bootstrap_, step, std::make_shared<Region>(num_bytes, num_signals));
+    const std::string facts = std::to_string(num_bytes) + " bytes and " + std::to_string(num_signals) + " signals";
+    auto regions = exchange<Region>(*bootstrap_, step, facts, [&] { return std::make_shared<Region>(num_bytes, num_signals); });
     std::shared_ptr<Scheduler> scheduler;
     if (seed_ != 0) {
       // Rank 0's scheduler serves all; every window has its own.
-      scheduler = exchange(*bootstrap_, step + ": scheduler", std::make_shared<Scheduler>(seed_ + ++num_windows_, num_ranks()))[0];
+      const uint64_t seed = seed_ + num_windows_++;
+      scheduler = exchange<Scheduler>(*bootstrap_, step + ": scheduler", "", [&] { return std::make_shared<Scheduler>(seed, num_ranks()); })[0];
     }
     return std::make_unique<InprocWindow>(rank(), std::move(regions), std::move(scheduler));
   }

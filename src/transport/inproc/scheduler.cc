@@ -1,9 +1,15 @@
-// Each round walks a route's operations in order and lands each permitted one with even odds.
+// Every operation draws how many later ones may overtake it.
 #include "transport/inproc/scheduler.h"
 
 #include <algorithm>
 
 namespace turnout::transport {
+
+namespace {
+constexpr uint64_t kMostOvertakers = 8;
+/// A source that issues nothing for so long is taken to wait: what it issued lands, one operation a call, in order of turns.
+constexpr std::chrono::microseconds kSilence{50};
+}  // namespace
 
 Scheduler::Scheduler(uint64_t seed, int num_ranks) : num_ranks_(num_ranks) {
   for (int pair = 0; pair < num_ranks * num_ranks; ++pair) {
@@ -11,6 +17,12 @@ Scheduler::Scheduler(uint64_t seed, int num_ranks) : num_ranks_(num_ranks) {
     std::seed_seq words{static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32), static_cast<uint32_t>(pair)};
     routes_.back()->random.seed(words);
   }
+}
+
+uint64_t Scheduler::draw_turn(Route& r) {
+  r.issued = std::chrono::steady_clock::now();
+  const uint64_t number = ++r.num_issued;
+  return r.random() % 2 ? number : number + 1 + r.random() % kMostOvertakers;
 }
 
 void Scheduler::put(int source, int destination, size_t offset, const void* src, size_t num_bytes) {
@@ -21,7 +33,9 @@ void Scheduler::put(int source, int destination, size_t offset, const void* src,
     // Whole, or torn at any byte.
     const size_t left = num_bytes - at;
     const size_t piece = r.random() % 2 ? left : 1 + r.random() % left;
-    r.under_way.push_back({false, offset + at, 0, std::vector<std::byte>(bytes + at, bytes + at + piece)});
+    const uint64_t turn = draw_turn(r);
+    r.last_put = std::max(r.last_put, turn);
+    r.under_way.emplace(std::pair(turn, r.num_issued), Operation{false, offset + at, 0, std::vector<std::byte>(bytes + at, bytes + at + piece)});
     at += piece;
   }
 }
@@ -29,30 +43,30 @@ void Scheduler::put(int source, int destination, size_t offset, const void* src,
 void Scheduler::signal(int source, int destination, int index, uint64_t value) {
   Route& r = route(source, destination);
   std::lock_guard lock(r.mutex);
-  r.under_way.push_back({true, static_cast<size_t>(index), value, {}});
+  // Not before any earlier put, nor before an earlier value of the same signal; equal turns keep the order of issue.
+  uint64_t& last = r.last_of_signal[static_cast<size_t>(index)];
+  const uint64_t turn = last = std::max({draw_turn(r), r.last_put, last});
+  r.under_way.emplace(std::pair(turn, r.num_issued), Operation{true, static_cast<size_t>(index), value, {}});
 }
 
 bool Scheduler::deliver(int destination, const Land& land, const Raise& raise) {
   bool more = false;
+  const auto now = std::chrono::steady_clock::now();
   for (int source = 0; source < num_ranks_; ++source) {
     Route& r = route(source, destination);
     std::lock_guard lock(r.mutex);
-    bool puts_before = false;
-    std::vector<Operation> left;
-    for (Operation& op : r.under_way) {
-      const bool held_back = op.is_signal && (puts_before || std::any_of(left.begin(), left.end(), [&](const Operation& earlier) {
-                                                return earlier.is_signal && earlier.offset == op.offset;
-                                              }));
-      if (held_back || r.random() % 2) {
-        puts_before |= !op.is_signal;
-        left.push_back(std::move(op));
-      } else if (op.is_signal) {
-        raise(source, static_cast<int>(op.offset), op.value);
-      } else {
-        land(op.offset, op.bytes.data(), op.bytes.size());
+    bool flushed = now - r.issued < kSilence;
+    while (!r.under_way.empty()) {
+      const auto next = r.under_way.begin();
+      if (next->first.first > r.num_issued) {
+        if (flushed) break;
+        flushed = true;
       }
+      const Operation& op = next->second;
+      if (op.is_signal) raise(source, static_cast<int>(op.offset), op.value);
+      else land(op.offset, op.bytes.data(), op.bytes.size());
+      r.under_way.erase(next);
     }
-    r.under_way = std::move(left);
     more |= !r.under_way.empty();
   }
   return more;

@@ -1,6 +1,8 @@
-// File descriptors and mappings as owners, and the exchange of a descriptor among all ranks of a machine.
+// File descriptors and mappings as owners, and memory that all ranks of a machine map.
 #pragma once
 #include <cstddef>
+#include <functional>
+#include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -8,6 +10,9 @@
 #include "turnout/bootstrap.h"
 
 namespace turnout::transport {
+
+/// Throws: TransportError with `what`, the system's reason and what the operator can do about it.
+[[noreturn]] void fail(const std::string& what, int error);
 
 class Descriptor {
  public:
@@ -48,13 +53,15 @@ class Mapping {
 /// An anonymous memory file of `num_bytes`, sealed so that no peer can shrink it under us.
 Descriptor make_memory_file(std::string_view label, size_t num_bytes);
 
-struct PeerFile {
-  Descriptor file;
-  int pid = 0;  ///< of the process that sent it, as our kernel numbers it
+struct PeerMemory {
+  Mapping map;
+  int pid = 0;  ///< of the rank's process as our kernel numbers it; 0 if it lies in a pid namespace that we cannot see
 };
 
-/// Every rank's descriptor, in rank order (this rank's is a duplicate). Collective over processes of one user on one machine:
-/// descriptors travel over abstract unix sockets of random names, which vanish with the process.
-std::vector<PeerFile> exchange_descriptors(Bootstrap& bootstrap, std::string_view step, const Descriptor& mine);
+/// One memory file of `num_bytes` per rank, zero but for what `construct` puts into its own before others see it; all mapped
+/// here, in rank order. Collective over processes (or threads) of one user on one machine; `facts` must be equal on all ranks.
+/// Throws alike on all ranks: TransportError, InvalidArgument; PeerTimeout.
+std::vector<PeerMemory> share_memory(Bootstrap& bootstrap, std::string_view label, const std::string& facts, size_t num_bytes,
+                                     const std::function<void(std::byte*)>& construct);
 
 }  // namespace turnout::transport

@@ -2,16 +2,22 @@
 #include "transport/shm/shm.h"
 
 #include <poll.h>
+#include <pthread.h>
+#include <signal.h>
 #include <sys/eventfd.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
 #include <cstring>
+#include <new>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
+#include "transport/agree.h"
 #include "transport/doorbell.h"
 #include "transport/shm/descriptor.h"
 
@@ -20,23 +26,27 @@ namespace turnout::transport {
 namespace {
 
 constexpr size_t kPage = 4096;
+constexpr size_t kMostBytes = size_t{1} << 62;
 constexpr size_t up(size_t n) { return (n + kPage - 1) / kPage * kPage; }
 
 /// What a rank's process tells of itself: in its control file.
 struct Control {
-  std::atomic<uint64_t> heartbeat;
-  std::atomic<uint64_t> left;  ///< 1 once the transport was destroyed in an orderly way
+  std::atomic<uint64_t> heartbeat{0};
+  std::atomic<uint64_t> left{0};  ///< 1 once the transport was destroyed in an orderly way
 };
 
 class ShmWindow final : public Window {
  public:
   ShmWindow(Bootstrap& bootstrap, std::string_view label, size_t num_bytes, int num_signals)
       : rank_(bootstrap.rank()), num_bytes_(num_bytes), num_signals_(num_signals) {
-    data_at_ = up(sizeof(Doorbell) + static_cast<size_t>(num_signals) * sizeof(uint64_t));
-    const size_t total = data_at_ + up(num_bytes ? num_bytes : 1);
-    const Descriptor mine = make_memory_file(label, total);
-    auto files = exchange_descriptors(bootstrap, "shm: window " + std::string(label), mine);
-    for (PeerFile& peer : files) maps_.emplace_back(peer.file, total);
+    data_at_ = up(sizeof(Doorbell) + static_cast<size_t>(num_signals) * sizeof(std::atomic<uint64_t>));
+    // A size that no address can reach stays one after rounding up, so that the kernel refuses it.
+    const size_t total = num_bytes > kMostBytes ? kMostBytes : data_at_ + up(num_bytes ? num_bytes : 1);
+    const std::string facts = std::to_string(num_bytes) + " bytes and " + std::to_string(num_signals) + " signals";
+    memory_ = share_memory(bootstrap, "window " + std::string(label), facts, total, [&](std::byte* mine) {
+      new (mine) Doorbell;
+      for (int i = 0; i < num_signals; ++i) new (mine + sizeof(Doorbell) + static_cast<size_t>(i) * sizeof(std::atomic<uint64_t>)) std::atomic<uint64_t>(0);
+    });
   }
 
   size_t num_bytes() const override { return num_bytes_; }
@@ -55,35 +65,33 @@ class ShmWindow final : public Window {
   void idle(uint32_t ticket, std::chrono::nanoseconds spin) override { bell(rank_).wait(ticket, spin); }
 
  private:
-  std::byte* data(int peer) const { return maps_[static_cast<size_t>(peer)].data() + data_at_; }
-  // A new memory file is all zeros, which is what these begin as.
-  Doorbell& bell(int peer) const { return *reinterpret_cast<Doorbell*>(maps_[static_cast<size_t>(peer)].data()); }
+  std::byte* data(int peer) const { return memory_[static_cast<size_t>(peer)].map.data() + data_at_; }
+  // Their owner constructed these before any peer had the file.
+  Doorbell& bell(int peer) const { return *reinterpret_cast<Doorbell*>(memory_[static_cast<size_t>(peer)].map.data()); }
   std::atomic<uint64_t>& signal_at(int peer, int index) const {
-    return reinterpret_cast<std::atomic<uint64_t>*>(maps_[static_cast<size_t>(peer)].data() + sizeof(Doorbell))[index];
+    return reinterpret_cast<std::atomic<uint64_t>*>(memory_[static_cast<size_t>(peer)].map.data() + sizeof(Doorbell))[index];
   }
 
   const int rank_;
   const size_t num_bytes_;
   const int num_signals_;
   size_t data_at_ = 0;
-  std::vector<Mapping> maps_;
+  std::vector<PeerMemory> memory_;
 };
 
 class ShmTransport final : public Transport {
  public:
   explicit ShmTransport(std::unique_ptr<Bootstrap> bootstrap) : bootstrap_(std::move(bootstrap)), gone_(static_cast<size_t>(bootstrap_->num_ranks())) {
-    const Descriptor mine = make_memory_file("control", kPage);
-    auto files = exchange_descriptors(*bootstrap_, "shm: control", mine);
-    for (PeerFile& peer : files) {
-      controls_.emplace_back(peer.file, kPage);
-      // Threads of this process need no watching: they cannot die without us.
-      pidfds_.emplace_back(peer.pid == getpid() ? -1 : static_cast<int>(syscall(SYS_pidfd_open, peer.pid, 0)));
-      if (peer.pid != getpid() && !pidfds_.back()) gone_[pidfds_.size() - 1].store(true, std::memory_order_release);
-    }
-    stop_ = Descriptor(eventfd(0, EFD_CLOEXEC));
-    if (!stop_) throw TransportError(std::string("shm: no eventfd: ") + std::strerror(errno));
+    controls_ = share_memory(*bootstrap_, "control", "a control page", kPage, [](std::byte* mine) { new (mine) Control; });
+    const auto watching = tell_all(*bootstrap_, "shm: watch", "", [&] {
+      for (size_t peer = 0; peer < controls_.size(); ++peer) pidfds_.push_back(watch(peer));
+      stop_ = Descriptor(eventfd(0, EFD_CLOEXEC));
+      if (!stop_) fail("no eventfd", errno);
+      return std::string();
+    });
+    check_agreed(watching, bootstrap_->rank(), "shm: watch");
     spin_ = spin_time(num_ranks());
-    service_ = std::thread([this] { serve(); });
+    start_service();
   }
   ~ShmTransport() override {
     control(rank()).left.store(1, std::memory_order_release);
@@ -107,7 +115,35 @@ class ShmTransport final : public Transport {
   std::chrono::nanoseconds spin() const override { return spin_; }
 
  private:
-  Control& control(int peer) const { return *reinterpret_cast<Control*>(controls_[static_cast<size_t>(peer)].data()); }
+  Control& control(int peer) const { return *reinterpret_cast<Control*>(controls_[static_cast<size_t>(peer)].map.data()); }
+
+  /// A descriptor that becomes readable when the process of `peer` ends; none if it needs no watching or cannot be watched.
+  Descriptor watch(size_t peer) {
+    const int pid = controls_[peer].pid;
+    // Threads of this process cannot die without us. A process in a pid namespace that we cannot see (pid 0) has only its heartbeat.
+    if (pid == getpid() || pid <= 0) return Descriptor();
+    Descriptor process(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
+    if (process) return process;
+    if (errno == EMFILE || errno == ENFILE || errno == ENOMEM) fail("cannot watch the process of rank " + std::to_string(peer), errno);
+    // Any other reason (an old kernel, a sandbox): the heartbeat must do.
+    if (errno == ESRCH) gone_[peer].store(true, std::memory_order_release);
+    return Descriptor();
+  }
+
+  /// The program's signal handlers run on the program's threads, not on ours.
+  void start_service() {
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    const auto restore = [&] { pthread_sigmask(SIG_SETMASK, &before, nullptr); };
+    try {
+      service_ = std::thread([this] { serve(); });
+    } catch (const std::system_error& error) {
+      restore();
+      fail("cannot start the service thread", error.code().value());
+    }
+    restore();
+  }
 
   /// The service thread: a heartbeat every 100 ms, and who has died meanwhile.
   void serve() {
@@ -127,7 +163,7 @@ class ShmTransport final : public Transport {
   }
 
   std::unique_ptr<Bootstrap> bootstrap_;
-  std::vector<Mapping> controls_;
+  std::vector<PeerMemory> controls_;
   std::vector<Descriptor> pidfds_;
   std::vector<std::atomic<bool>> gone_;
   Descriptor stop_;

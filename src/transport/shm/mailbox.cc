@@ -1,0 +1,135 @@
+// No thread and no connection: a rank sends as far as the queues of the others let it, and takes what has come meanwhile.
+#include "transport/shm/mailbox.h"
+
+#include <poll.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstddef>
+#include <cstring>
+
+namespace turnout::transport {
+
+namespace {
+
+constexpr std::chrono::seconds kPatience{10};
+
+sockaddr_un address_of(const std::string& name, socklen_t& length) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  const size_t size = std::min(name.size(), sizeof address.sun_path - 1);
+  std::memcpy(address.sun_path + 1, name.data(), size);  // a leading zero: abstract, no file
+  length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + size);
+  return address;
+}
+
+std::string random_name() {
+  unsigned char bits[16];
+  if (getrandom(bits, sizeof bits, 0) != sizeof bits) fail("no random bits", errno);
+  std::string name = "turnout-";
+  for (unsigned char byte : bits) {
+    name += "0123456789abcdef"[byte >> 4];
+    name += "0123456789abcdef"[byte & 15];
+  }
+  return name;
+}
+
+/// False if the queue of the receiver is full.
+bool send(int socket, const std::string& to, int peer, int rank, int fd) {
+  iovec part{&rank, sizeof rank};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof fd)] = {};
+  socklen_t length = 0;
+  sockaddr_un address = address_of(to, length);
+  msghdr message{};
+  message.msg_name = &address;
+  message.msg_namelen = length;
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  message.msg_control = control;
+  message.msg_controllen = sizeof control;
+  cmsghdr* header = CMSG_FIRSTHDR(&message);
+  header->cmsg_level = SOL_SOCKET;
+  header->cmsg_type = SCM_RIGHTS;
+  header->cmsg_len = CMSG_LEN(sizeof fd);
+  std::memcpy(CMSG_DATA(header), &fd, sizeof fd);
+  if (sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT) >= 0) return true;
+  if (errno == EAGAIN || errno == EINTR) return false;
+  fail("cannot reach rank " + std::to_string(peer) + " (abstract unix sockets need a common network namespace)", errno);
+}
+
+}  // namespace
+
+void Mailbox::open() {
+  name_ = random_name();
+  socket_ = Descriptor(::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+  if (!socket_) fail("cannot make a socket", errno);
+  const int on = 1;
+  if (setsockopt(socket_.get(), SOL_SOCKET, SO_PASSCRED, &on, sizeof on) != 0) fail("cannot ask for credentials", errno);
+  socklen_t length = 0;
+  const sockaddr_un address = address_of(name_, length);
+  if (bind(socket_.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) fail("cannot bind a socket", errno);
+}
+
+bool Mailbox::receive(std::vector<bool>& got, const Take& take) {
+  int peer = -1;
+  iovec part{&peer, sizeof peer};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(ucred)) + CMSG_SPACE(sizeof(int))] = {};
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  message.msg_control = control;
+  message.msg_controllen = sizeof control;
+  const auto received = recvmsg(socket_.get(), &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+  if (received < 0) {
+    if (errno == EAGAIN || errno == EINTR) return false;
+    fail("cannot receive a descriptor", errno);
+  }
+  ucred sender{0, static_cast<uid_t>(-1), static_cast<gid_t>(-1)};
+  Descriptor file;
+  for (cmsghdr* header = CMSG_FIRSTHDR(&message); header; header = CMSG_NXTHDR(&message, header)) {
+    if (header->cmsg_level != SOL_SOCKET) continue;
+    if (header->cmsg_type == SCM_CREDENTIALS) std::memcpy(&sender, CMSG_DATA(header), sizeof sender);
+    if (header->cmsg_type == SCM_RIGHTS) {
+      int fd = -1;
+      std::memcpy(&fd, CMSG_DATA(header), sizeof fd);
+      file = Descriptor(fd);
+    }
+  }
+  const bool known = received == sizeof peer && sender.uid == getuid() && peer >= 0 && peer < static_cast<int>(got.size());
+  if (!known || got[static_cast<size_t>(peer)]) return true;  // not from our group
+  // The kernel drops a descriptor that it cannot number here.
+  if (!file) fail("cannot take the descriptor of rank " + std::to_string(peer), message.msg_flags & MSG_CTRUNC ? EMFILE : EPROTO);
+  got[static_cast<size_t>(peer)] = true;
+  take(peer, file, sender.pid);
+  return true;
+}
+
+void Mailbox::exchange(const std::vector<std::string>& names, int rank, const Descriptor& mine, const Take& take) {
+  const size_t num_ranks = names.size();
+  const auto until = std::chrono::steady_clock::now() + kPatience;
+  std::vector<bool> got(num_ranks);
+  got[static_cast<size_t>(rank)] = true;
+  size_t sent = 1;
+  // Each begins with its right neighbour, so that no queue is everybody's first.
+  const auto to = [&] { return (static_cast<size_t>(rank) + sent) % num_ranks; };
+  while (true) {
+    while (sent < num_ranks && send(socket_.get(), names[to()], static_cast<int>(to()), rank, mine.get())) ++sent;
+    while (receive(got, take)) {
+    }
+    const auto missing = std::find(got.begin(), got.end(), false);
+    if (sent == num_ranks && missing == got.end()) return;
+    if (std::chrono::steady_clock::now() > until) {
+      const auto peer = missing == got.end() ? to() : static_cast<size_t>(missing - got.begin());
+      fail("no descriptor from or to rank " + std::to_string(peer) + " within " + std::to_string(kPatience.count()) + " s", ETIMEDOUT);
+    }
+    pollfd waiting{socket_.get(), POLLIN, 0};
+    poll(&waiting, 1, sent < num_ranks ? 1 : 100);
+  }
+}
+
+}  // namespace turnout::transport
