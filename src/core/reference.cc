@@ -19,13 +19,13 @@ void require(bool holds, const std::string& otherwise) {
 }
 
 void check_size(size_t came, int64_t expected, const char* what, size_t rank) {
-  require(static_cast<int64_t>(came) == expected, std::string(what) + " of rank " + std::to_string(rank) + " has " + std::to_string(came) +
-                                                      " entries, expected " + std::to_string(expected));
+  require(static_cast<int64_t>(came) == expected,
+          std::string(what) + " of rank " + std::to_string(rank) + " has " + std::to_string(came) + " entries, expected " + std::to_string(expected));
 }
 
 void check(const DispatchProblem& p) {
-  require(static_cast<int>(p.ranks.size()) == p.experts.num_ranks(), std::to_string(p.ranks.size()) + " ranks give tokens, but the experts are on " +
-                                                                         std::to_string(p.experts.num_ranks()));
+  require(static_cast<int>(p.ranks.size()) == p.experts.num_ranks(),
+          std::to_string(p.ranks.size()) + " ranks give tokens, but the experts are on " + std::to_string(p.experts.num_ranks()));
   require(p.layout != Layout::expert_slab || p.capacity, "expert_slab needs a capacity");
   require(!p.capacity || *p.capacity >= 0, "the capacity is negative");
   require(p.alignment >= 1, "the alignment is " + std::to_string(p.alignment) + ", expected at least 1");
@@ -35,11 +35,12 @@ void check(const DispatchProblem& p) {
     check_size(in.topk_idx.size(), in.num_tokens * p.num_topk, "topk_idx", r);
     check_size(in.topk_weights.size(), p.has_weights ? in.num_tokens * p.num_topk : 0, "topk_weights", r);
     check_size(in.side.size(), static_cast<int64_t>(p.side_bytes.size()), "side", r);
-    for (size_t i = 0; i < in.side.size(); ++i) check_size(in.side[i].size(), in.num_tokens * static_cast<int64_t>(p.side_bytes[i]), "a side array", r);
+    for (size_t i = 0; i < in.side.size(); ++i)
+      check_size(in.side[i].size(), in.num_tokens * static_cast<int64_t>(p.side_bytes[i]), "a side array", r);
     for (int64_t id : in.topk_idx) {
       if (mutated(Mutation::unknown_id_is_accepted)) break;
-      require(id >= -1 && id < p.experts.num_experts(), "topk_idx of rank " + std::to_string(r) + " holds " + std::to_string(id) + ", expected -1 to " +
-                                                            std::to_string(p.experts.num_experts() - 1));
+      require(id >= -1 && id < p.experts.num_experts(), "topk_idx of rank " + std::to_string(r) + " holds " + std::to_string(id) +
+                                                            ", expected -1 to " + std::to_string(p.experts.num_experts() - 1));
     }
   }
 }
@@ -65,7 +66,8 @@ std::vector<RowOrigin> entries_of(const DispatchProblem& p, int rank) {
     }
   }
   if (mutated(Mutation::tokens_in_descending_order)) {
-    std::stable_sort(entries.begin(), entries.end(), [](const RowOrigin& a, const RowOrigin& b) { return a.source == b.source && a.token > b.token; });
+    std::stable_sort(entries.begin(), entries.end(),
+                     [](const RowOrigin& a, const RowOrigin& b) { return a.source == b.source && a.token > b.token; });
   }
   if (mutated(Mutation::k_before_token)) {
     std::stable_sort(entries.begin(), entries.end(), [](const RowOrigin& a, const RowOrigin& b) { return a.source == b.source && a.k < b.k; });
@@ -150,8 +152,10 @@ void quantize_row(const DispatchProblem& p, const std::byte* x, std::byte* q, st
     if (mutated(Mutation::short_block_is_skipped) && n < kScaleBlock) return;
     float values[kScaleBlock], scale = 0;
     for (int64_t i = 0; i < n; ++i) values[i] = load_element<float>(p.dtype, x, begin + i);
-    quantize_block(values, n, reinterpret_cast<uint8_t*>(q) + begin, &scale, ue8m0 ? reinterpret_cast<uint8_t*>(scales) + begin / kScaleBlock : nullptr);
-    if (mutated(Mutation::exponent_is_one_up) && ue8m0) scales[begin / kScaleBlock] = static_cast<std::byte>(static_cast<int>(scales[begin / kScaleBlock]) + 1);
+    quantize_block(values, n, reinterpret_cast<uint8_t*>(q) + begin, &scale,
+                   ue8m0 ? reinterpret_cast<uint8_t*>(scales) + begin / kScaleBlock : nullptr);
+    if (mutated(Mutation::exponent_is_one_up) && ue8m0)
+      scales[begin / kScaleBlock] = static_cast<std::byte>(static_cast<int>(scales[begin / kScaleBlock]) + 1);
     if (!ue8m0) std::memcpy(scales + begin / kScaleBlock * 4, &scale, sizeof scale);
   }
 }

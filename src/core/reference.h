@@ -60,13 +60,13 @@ struct RowOrigin {
 ///   expert_major padding (inside groups and up to num_rows): x, x_scales and side are 0, the weight is 0.
 ///   beyond num_rows, or beyond an expert's count in a slab: x, x_scales and side are unspecified (here 0); topk_idx is -1, the weight 0.
 struct DispatchOutput {
-  int64_t array_rows = 0;  ///< S
-  Bytes x;                 ///< [S, hidden] of the dtype, or fp8 if quantised
-  Bytes x_scales;          ///< quantised: [S, ceil(hidden / 128)] fp32 or ue8m0
-  std::vector<Bytes> side;          ///< each [S, width]
-  std::vector<int32_t> topk_idx;    ///< rank_major only: [S, K] local expert, -1 where not local
-  std::vector<float> topk_weights;  ///< if has_weights. rank_major: [S, K], 0 where not local; else [S]
-  int64_t num_rows = 0;             ///< rank_major: real rows; expert_major: padding included; slab: sum of expert_counts
+  int64_t array_rows = 0;               ///< S
+  Bytes x;                              ///< [S, hidden] of the dtype, or fp8 if quantised
+  Bytes x_scales;                       ///< quantised: [S, ceil(hidden / 128)] fp32 or ue8m0
+  std::vector<Bytes> side;              ///< each [S, width]
+  std::vector<int32_t> topk_idx;        ///< rank_major only: [S, K] local expert, -1 where not local
+  std::vector<float> topk_weights;      ///< if has_weights. rank_major: [S, K], 0 where not local; else [S]
+  int64_t num_rows = 0;                 ///< rank_major: real rows; expert_major: padding included; slab: sum of expert_counts
   std::vector<int32_t> expert_counts;   ///< [Le] admitted (token, k) pairs of each local expert, padding not counted
   std::vector<int64_t> expert_offsets;  ///< [Le + 1] start of each group: rank_major in sorted_rows (no alignment), expert_major in x
                                         ///< (the last is num_rows), slab e * capacity
@@ -89,8 +89,8 @@ struct CombineProblem {
   const DispatchProblem* dispatch = nullptr;              ///< gives tokens, ids and topk_weights
   const std::vector<DispatchOutput>* received = nullptr;  ///< of every rank
   Topology topology;
-  int64_t hidden = 0;           ///< of y; need not be that of the dispatch
-  DType dtype = DType::bf16;    ///< of y and of the result: fp16, bf16, fp32, fp64
+  int64_t hidden = 0;         ///< of y; need not be that of the dispatch
+  DType dtype = DType::bf16;  ///< of y and of the result: fp16, bf16, fp32, fp64
   CombineWeights apply = CombineWeights::none;
   Wire wire = Wire::payload;
   bool with_side = false;

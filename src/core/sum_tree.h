@@ -6,8 +6,8 @@
 //   (wire rows: all rows in k order over all ranks, one rounding at the end)
 //
 // A sum starts at its first term; it has no zero to add to. Terms are multiplied by their weight and then added, each step
-// rounded. NaN is canonical after each rounding. An fp8 partial is worth e4m3 * scale, rounded to fp32. Ranks and nodes without terms have no partial. Every engine, mode and path
-// follows this tree, so all agree bit for bit.
+// rounded. NaN is canonical after each rounding. An fp8 partial is worth e4m3 * scale, rounded to fp32. Ranks and nodes without terms have no
+// partial. Every engine, mode and path follows this tree, so all agree bit for bit.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -67,9 +67,9 @@ struct RunningSum {
 
 /// One row of a token that takes part in its sum.
 struct SumTerm {
-  int rank = 0;      ///< where the row is
-  int k = 0;         ///< rank_major, one row per rank: any
-  int64_t row = 0;   ///< whatever finds the row
+  int rank = 0;            ///< where the row is
+  int k = 0;               ///< rank_major, one row per rank: any
+  int64_t row = 0;         ///< whatever finds the row
   bool ends_rank = false;  ///< round to the wire form after this term: the rank partial is complete
   bool ends_node = false;  ///< and round what was added of the node: its partial is complete
   friend constexpr bool operator==(const SumTerm&, const SumTerm&) = default;

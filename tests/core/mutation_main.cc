@@ -98,7 +98,8 @@ int main(int argc, char** argv) {
     proven.insert(proof.test);
     used.insert(proof.mutation);
     if (!passes(proof.test, Mutation::none)) complain(std::string(proof.test) + " fails without a mutation");
-    if (passes(proof.test, proof.mutation)) complain(std::string(proof.test) + " does not notice mutation " + std::to_string(static_cast<int>(proof.mutation)));
+    if (passes(proof.test, proof.mutation))
+      complain(std::string(proof.test) + " does not notice mutation " + std::to_string(static_cast<int>(proof.mutation)));
   }
   for (int m = 1; m < static_cast<int>(Mutation::last); ++m) {
     if (!used.count(static_cast<Mutation>(m))) complain("no test is said to notice mutation " + std::to_string(m));

@@ -12,9 +12,7 @@ using Ints = std::vector<int32_t>;
 using Longs = std::vector<int64_t>;
 
 // Two ranks, experts {0, 1} and {2, 3}, two choices.
-DispatchProblem two_ranks(Layout layout) {
-  return problem_of(ExpertMap::split(4, 2), layout, {{{0, 2}, {3, 1}, {-1, -1}}, {{1, 0}, {2, -1}}});
-}
+DispatchProblem two_ranks(Layout layout) { return problem_of(ExpertMap::split(4, 2), layout, {{{0, 2}, {3, 1}, {-1, -1}}, {{1, 0}, {2, -1}}}); }
 
 TEST(ReferenceDispatch, RankMajorHasOneRowPerTokenAndRank) {
   const auto all = reference_dispatch(two_ranks(Layout::rank_major));
@@ -190,8 +188,8 @@ TEST(ReferenceDispatch, QuantisesBlocksAndTheShortLastOne) {
   EXPECT_EQ(values_of<float>(out.x_scales), (Floats{1, 2}));
   const auto q = values_of<uint8_t>(out.x);
   ASSERT_EQ(q.size(), 130u);
-  EXPECT_EQ(q[0], 0x7e);    // 448
-  EXPECT_EQ(q[1], 0xb8);    // -1
+  EXPECT_EQ(q[0], 0x7e);  // 448
+  EXPECT_EQ(q[1], 0xb8);  // -1
   EXPECT_EQ(q[2], 0);
   EXPECT_EQ(q[128], 0x7e);  // 896 / 2
   EXPECT_EQ(q[129], 0x40);  // 4 / 2

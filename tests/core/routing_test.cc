@@ -1,11 +1,12 @@
 // Who owns which expert, who shares a node, and how many rows go where.
+#include "core/routing.h"
+
 #include <gtest/gtest.h>
 
 #include <numeric>
 #include <vector>
 
 #include "core/counts.h"
-#include "core/routing.h"
 #include "core/topology.h"
 
 namespace turnout::core {

@@ -1,10 +1,11 @@
 // Where rows go, what is admitted, and where regions lie.
+#include "core/slots.h"
+
 #include <gtest/gtest.h>
 
 #include <vector>
 
 #include "core/buffer_layout.h"
-#include "core/slots.h"
 
 namespace turnout::core {
 namespace {
@@ -90,7 +91,8 @@ TEST(RegionCursor, CountsBeyondFourGigabytes) {
 
 TEST(BufferLayout, RegionsDoNotOverlapAndEndAtTheTotal) {
   for (int ranks : {1, 2, 3, 8, 64}) {
-    const BufferShape shape{.num_ranks = ranks, .num_lanes = 2, .depth = 3, .header_bytes = 1000, .least_staging_bytes = 15000, .receive_bytes = 12345};
+    const BufferShape shape{
+        .num_ranks = ranks, .num_lanes = 2, .depth = 3, .header_bytes = 1000, .least_staging_bytes = 15000, .receive_bytes = 12345};
     const BufferLayout b = BufferLayout::of(shape);
     std::vector<std::pair<size_t, size_t>> regions;
     for (int source = 0; source < ranks; ++source) regions.emplace_back(b.note_at(source), BufferLayout::kNoteBytes);

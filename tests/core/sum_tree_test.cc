@@ -1,10 +1,10 @@
 // The order of a sum and its roundings, written down.
+#include "core/sum_tree.h"
+
 #include <gtest/gtest.h>
 
 #include <cmath>
 #include <random>
-
-#include "core/sum_tree.h"
 
 namespace turnout::core {
 namespace {

@@ -91,10 +91,10 @@ inline uint64_t random_element(Random& random, DType dtype, double specials) {
   const uint64_t mantissa = random.bits() & ((uint64_t{1} << f.mantissa_bits) - 1), half = most >> 1;
   if (!random.chance(specials)) return sign | (half - 4 + static_cast<uint64_t>(random.below(6))) << f.mantissa_bits | mantissa;
   switch (random.below(5)) {
-    case 0: return sign;                                   // zeros
-    case 1: return sign | most << f.mantissa_bits;         // infinities
-    case 2: return sign | most << f.mantissa_bits | mantissa | 1;  // NaNs with a payload
-    case 3: return sign | mantissa;                        // subnormals
+    case 0: return sign;                                              // zeros
+    case 1: return sign | most << f.mantissa_bits;                    // infinities
+    case 2: return sign | most << f.mantissa_bits | mantissa | 1;     // NaNs with a payload
+    case 3: return sign | mantissa;                                   // subnormals
     default: return sign | (most - 1) << f.mantissa_bits | mantissa;  // near overflow
   }
 }
@@ -162,7 +162,8 @@ inline std::vector<int> random_owners(Random& random, int num_experts, const Ran
   std::vector<int> owners(static_cast<size_t>(num_experts));
   const bool shuffled = limits.shuffle_experts && random.chance(0.5);
   const core::ExpertMap split = core::ExpertMap::split(num_experts, limits.num_ranks);
-  for (int e = 0; e < num_experts; ++e) owners[static_cast<size_t>(e)] = shuffled ? static_cast<int>(random.below(limits.num_ranks)) : split.rank_of(e);
+  for (int e = 0; e < num_experts; ++e)
+    owners[static_cast<size_t>(e)] = shuffled ? static_cast<int>(random.below(limits.num_ranks)) : split.rank_of(e);
   return owners;
 }
 
