@@ -49,12 +49,19 @@ def breach(path, bracket, target, root):
         return f"src/{folder} has no floor: give it one in scripts/check_includes.py"
     if bracket == "<":
         return "core sees the C++ standard library only" if folder == "core" and not STANDARD.match(target) and head != "turnout" else None
+    if ".." in target.split("/"):
+        return "quoted includes start at src/ or include/, or name a file beside this one, so no .."
     if head == "turnout" or (root / path).parent.joinpath(target).exists():
         return None
     if head not in FLOORS or "/" not in target:
         return 'quoted includes start at src/ or include/, or name a file beside this one'
     if head != folder and FLOORS[head] >= FLOORS[folder]:
         return f"src/{folder} (floor {FLOORS[folder]}) must not see src/{head} (floor {FLOORS[head]})"
+    if head == "transport" and folder == "engine" and target != "transport/transport.h":
+        return "the engine knows transports by transport/transport.h only"
+    here, there = path.split("/")[2:-1], target.split("/")[1:-1]
+    if head == folder == "transport" and here and there and here[0] != there[0] and "device" not in there[0]:
+        return f"transport {here[0]} must not see transport {there[0]}: what both need goes into src/transport/"
     return None
 
 
@@ -83,12 +90,15 @@ def self_test():
         "src/api/a.cc": '#include "tools/x.h"', "src/engine/cpu/a.cc": "#include <cuda_runtime.h>", "src/transport/shm/a.cc": "#include <nccl.h>",
         "src/transport/inproc/a.cc": "#include <ucp/api/ucp.h>", "src/api/b.cc": "#include <nlohmann/json.hpp>", "include/turnout/a.h": '#include "core/x.h"',
         "include/turnout/b.h": "#include <fmt/core.h>", "examples/a.cc": '#include "engine/x.h"', "src/strange/a.cc": '#include "core/x.h"',
-        "src/engine/b.cc": '#include "../api/x.h"', "src/util/b.cc": "#include <gtest/gtest.h>",
+        "src/engine/b.cc": '#include "../core/x.h"', "src/engine/cpu/b.cc": '#include "transport/registry.h"',
+        "src/transport/shm/b.cc": '#include "transport/inproc/x.h"', "src/core/x.h": '#include "core/../util/x.h"', "src/util/b.cc": "#include <gtest/gtest.h>",
     }
     good = {
         "src/engine/cpu/g.cc": '#include "core/x.h"\n#include "engine/cpu/h.h"\n#include "turnout/types.h"\n#include <sys/mman.h>',
         "src/core/g.h": '#include <vector>\n#include "turnout/types.h"\n#include "core/x.h"', "src/tools/g.cc": "#include <nlohmann/json.hpp>",
-        "src/engine/cuda/g.cu": "#include <cuda_runtime.h>", "include/turnout/g.h": '#include <stdint.h>\n#include <vector>\n#include "turnout/types.h"',
+        "src/engine/cuda/g.cu": '#include <cuda_runtime.h>\n#include "transport/transport.h"',
+        "src/transport/registry.cc": '#include "transport/shm/x.h"', "src/transport/shm/g.cc": '#include "transport/shm/x.h"\n#include "transport/y.h"',
+        "include/turnout/g.h": '#include <stdint.h>\n#include <vector>\n#include "turnout/types.h"',
         "tests/core/g.cc": '#include <gtest/gtest.h>\n#include "core/x.h"', "examples/g.cc": '#include "turnout/turnout.hpp"',
     }
     with tempfile.TemporaryDirectory() as folder:
