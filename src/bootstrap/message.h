@@ -24,7 +24,7 @@ enum class MessageType : uint8_t {
   challenge,   ///< server: nonce
   proof,       ///< client, then server: HMAC over both nonces
   refused,     ///< server: code and text, then it closes
-  set,         ///< client: key, value
+  set,         ///< client: key, value; server, before it closes: what it still holds
   erase,       ///< client: key
   get,         ///< client: id, timeout, key
   value,       ///< server: id, bytes
@@ -38,12 +38,12 @@ struct Message {
   MessageType type{};
   uint16_t version = 0;
   uint32_t rank = 0, num_ranks = 0;
-  Bytes nonce;  ///< hello, challenge: 32 bytes; proof: the HMAC
+  Bytes nonce{};  ///< hello, challenge: 32 bytes; proof: the HMAC
   Refusal refusal{};
   uint64_t id = 0;
   uint32_t timeout_ms = 0;
-  std::string_view key;
-  Bytes value;  ///< set, value; refused: the text
+  std::string_view key{};
+  Bytes value{};  ///< set, value; refused: the text
 };
 
 /// The frame without its MAC.
