@@ -52,6 +52,7 @@ class CombineCall final : public Call {
 
   bool rows_wire() const { return args_.wire == Wire::rows; }
   DType wire_dtype() const;
+  bool in_double() const { return args_.y.dtype == DType::fp64; }
   void list_outgoing(int source);
   const Meta* next_record(int source) const;
   bool stream_ended(int source) const;

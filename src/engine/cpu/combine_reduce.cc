@@ -217,7 +217,8 @@ void CombineCall::add(const TokenTerms& terms) const {
   std::byte* out = out_.x + terms.token * out_.x_stride;
   if (rows_wire()) {
     context_->kernels.sum_rows(rows.data(), args_.apply == CombineWeights::none ? nullptr : terms.weights.data(), static_cast<int>(rows.size()),
-                               args_.y.dtype, hidden_, out, nullptr, args_.y.dtype);
+                               args_.y.dtype, hidden_, out, nullptr, args_.y.dtype,
+                               in_double());
     return;
   }
   const size_t scales_offset = static_cast<size_t>(core::align_up(static_cast<int64_t>(wire_bytes_), 64));
@@ -243,7 +244,7 @@ void CombineCall::add(const TokenTerms& terms) const {
       if (end > begin) {
         const RowRef form = form_at(partials, used++);
         context_->kernels.sum_rows(rows.data() + begin, nullptr, end - begin, wire_dtype(), hidden_, const_cast<void*>(form.data), scales_of(form),
-                                   wire_dtype());
+                                   wire_dtype(), in_double());
         nodes.push_back(form);
       }
       begin = end;
@@ -251,7 +252,8 @@ void CombineCall::add(const TokenTerms& terms) const {
     rows = nodes;
     n = rows.size();
   }
-  context_->kernels.sum_rows(rows.data(), nullptr, static_cast<int>(n), wire_dtype(), hidden_, out, nullptr, args_.y.dtype);
+  context_->kernels.sum_rows(rows.data(), nullptr, static_cast<int>(n), wire_dtype(), hidden_, out, nullptr, args_.y.dtype,
+                               in_double());
 }
 
 }  // namespace turnout::engine

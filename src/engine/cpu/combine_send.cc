@@ -98,7 +98,7 @@ int32_t CombineCall::partial_sum(int64_t row, void* out, float* out_scales) cons
     }
   }
   context_->kernels.sum_rows(terms, args_.apply == CombineWeights::none ? nullptr : weights, n, args_.y.dtype, hidden_, out, out_scales,
-                             wire_dtype());
+                             wire_dtype(), in_double());
   return lost;
 }
 

@@ -202,20 +202,33 @@ void add_two_bf16(const void* a, const void* b, int64_t n, void* out) {
   }
 }
 
-void sum_rows_fp64(const RowRef* terms, const float* weights, int num_terms, int64_t hidden, std::byte* out, float* out_scales, DType out_dtype) {
-  double acc[kTile];
-  float narrow[kTile];
+/// Widens a tile to double: fp64 rows as they are, others by way of fp32.
+inline void load_wide_tile(const RowRef& row, DType in, int64_t first, int64_t n, double* out) {
+  if (in == DType::fp64) {
+    std::memcpy(out, static_cast<const std::byte*>(row.data) + 8 * first, static_cast<size_t>(n) * 8);
+    return;
+  }
+  alignas(64) float narrow[kTile];
+  load_tile(row, in, first, n, narrow);
+  for (int64_t i = 0; i < n; ++i) out[i] = static_cast<double>(narrow[i]);
+}
+
+void sum_rows_in_double(const RowRef* terms, const float* weights, int num_terms, DType in, int64_t hidden, std::byte* out, float* out_scales,
+                        DType out_dtype) {
+  alignas(64) double acc[kTile];
+  alignas(64) double term[kTile];
+  alignas(64) float narrow[kTile];
   for (int64_t first = 0; first < hidden; first += kTile) {
     const int64_t n = hidden - first < kTile ? hidden - first : kTile;
     for (int t = 0; t < num_terms; ++t) {
-      const auto* row = static_cast<const std::byte*>(terms[t].data) + 8 * first;
-      const double w = weights ? static_cast<double>(weights[t]) : 1.0;
-      for (int64_t i = 0; i < n; ++i) {
-        double x;
-        std::memcpy(&x, row + 8 * i, sizeof x);
-        const double term = weights ? w * x : x;
-        acc[i] = t == 0 ? term : acc[i] + term;
+      load_wide_tile(terms[t], in, first, n, t == 0 ? acc : term);
+      double* x = t == 0 ? acc : term;
+      if (weights) {
+        const double w = static_cast<double>(weights[t]);
+        for (int64_t i = 0; i < n; ++i) x[i] = w * x[i];
       }
+      if (t == 0) continue;
+      for (int64_t i = 0; i < n; ++i) acc[i] = acc[i] + term[i];
     }
     if (out_dtype == DType::fp64) {
       for (int64_t i = 0; i < n; ++i) {
@@ -229,7 +242,8 @@ void sum_rows_fp64(const RowRef* terms, const float* weights, int num_terms, int
   }
 }
 
-void sum_rows(const RowRef* terms, const float* weights, int num_terms, DType in, int64_t hidden, void* out, float* out_scales, DType out_dtype) {
+void sum_rows(const RowRef* terms, const float* weights, int num_terms, DType in, int64_t hidden, void* out, float* out_scales, DType out_dtype,
+              bool in_double) {
   auto* bytes = static_cast<std::byte*>(out);
   if (num_terms == 0) {
     std::memset(out, 0, static_cast<size_t>(hidden) * size_of(out_dtype));
@@ -238,7 +252,7 @@ void sum_rows(const RowRef* terms, const float* weights, int num_terms, DType in
     }
     return;
   }
-  if (in == DType::fp64) return sum_rows_fp64(terms, weights, num_terms, hidden, bytes, out_scales, out_dtype);
+  if (in_double || in == DType::fp64) return sum_rows_in_double(terms, weights, num_terms, in, hidden, bytes, out_scales, out_dtype);
   if (num_terms == 2 && !weights && in == DType::bf16 && out_dtype == DType::bf16) return add_two_bf16(terms[0].data, terms[1].data, hidden, out);
   alignas(64) float acc[kTile];
   alignas(64) float term[kTile];

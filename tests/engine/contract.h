@@ -1,0 +1,180 @@
+// The contract of an engine: what a Buffer delivers equals the oracle bit for bit, for any problem, over any transport.
+#pragma once
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "core/reference.h"
+#include "support/random_routing.h"
+#include "turnout/turnout.hpp"
+
+namespace turnout::testing {
+
+/// How a problem is run; what it delivers must not depend on it.
+struct RunChoices {
+  std::string transport = "inproc";
+  uint64_t scheduler_seed = 0;
+  Mode mode = Mode::throughput;
+  ResultKind result = ResultKind::automatic;
+  bool async = false;
+  Receive receive = Receive::deferred;
+  int num_threads = 1;
+  size_t receive_bytes = 0;  ///< 0: the default; small: results overflow it
+  size_t staging_bytes = 0;
+  int repeats = 1;           ///< dispatch and combine so often, the last time with a cached handle
+  bool i32_ids = false, bf16_weights = false;
+};
+
+inline BufferConfig config_of(const RandomProblem& p, const RunChoices& run) {
+  BufferConfig c;
+  const core::DispatchProblem& d = p.dispatch;
+  c.num_experts = d.experts.num_experts();
+  c.expert_to_rank = p.expert_to_rank;
+  c.dtype = DType::u8;
+  c.hidden = std::max(d.hidden * static_cast<int64_t>(size_of(d.dtype)), p.hidden * static_cast<int64_t>(size_of(p.dtype)));
+  c.max_topk = d.num_topk;
+  for (const auto& in : d.ranks) c.max_tokens_per_rank = std::max(c.max_tokens_per_rank, in.num_tokens);
+  for (size_t bytes : d.side_bytes) c.max_side_bytes += bytes;
+  c.num_threads = run.num_threads;
+  c.receive_bytes = run.receive_bytes;
+  c.staging_bytes = run.staging_bytes;
+  c.timeouts.timeout = c.timeouts.busy_timeout = std::chrono::seconds(30);
+  return c;
+}
+
+/// Row `i` of a result array that may be a slab.
+inline const std::byte* result_row(const TensorView& t, int64_t i) {
+  if (t.ndim == 2) return t.row(i);
+  return t.row(i / t.shape[1]) + i % t.shape[1] * t.strides[1] * static_cast<int64_t>(size_of(t.dtype));
+}
+
+inline void expect_rows(const char* what, const TensorView& got, const core::Bytes& want, const core::DispatchOutput& out, int64_t num_rows, Layout layout) {
+  if (out.array_rows == 0) return;
+  const size_t width = want.size() / static_cast<size_t>(out.array_rows);
+  for (int64_t i = 0; i < out.array_rows; ++i) {
+    // Rows beyond the real ones are unspecified, but padding inside expert_major groups is zero.
+    if (out.origin[static_cast<size_t>(i)].source < 0 && !(layout == Layout::expert_major && i < num_rows)) continue;
+    ASSERT_EQ(std::memcmp(result_row(got, i), want.data() + static_cast<size_t>(i) * width, width), 0) << what << " row " << i;
+  }
+}
+
+template <class T>
+void expect_values(const char* what, const TensorView& got, const std::vector<T>& want) {
+  ASSERT_EQ(got.num_elements(), static_cast<int64_t>(want.size())) << what;
+  if (want.empty()) return;
+  ASSERT_EQ(std::memcmp(got.data, want.data(), want.size() * sizeof(T)), 0) << what;
+}
+
+inline void expect_dispatch(const DispatchResult& got, const core::DispatchOutput& want, const core::DispatchProblem& d) {
+  ASSERT_EQ(*got.num_rows.as<int64_t>(), want.num_rows);
+  ASSERT_EQ(*got.num_dropped.as<int64_t>(), want.num_dropped);
+  expect_values("expert_counts", got.expert_counts, want.expert_counts);
+  expect_values("expert_offsets", got.expert_offsets, want.expert_offsets);
+  if (d.layout == Layout::rank_major) {
+    expect_values("topk_idx", got.topk_idx, want.topk_idx);
+    expect_values("sorted_rows", got.sorted_rows, want.sorted_rows);
+  }
+  if (d.has_weights) expect_values("topk_weights", got.topk_weights, want.topk_weights);
+  expect_rows("x", got.x, want.x, want, want.num_rows, d.layout);
+  if (d.quantize != Quantize::none) expect_rows("x_scales", got.x_scales, want.x_scales, want, want.num_rows, d.layout);
+  ASSERT_EQ(got.side.size(), want.side.size());
+  for (size_t s = 0; s < want.side.size(); ++s) expect_rows("side", got.side[s], want.side[s], want, want.num_rows, d.layout);
+}
+
+inline void expect_combine(const CombineResult& got, const core::CombineOutput& want, DType dtype, int64_t hidden, bool with_side) {
+  const size_t width = static_cast<size_t>(hidden) * size_of(dtype);
+  ASSERT_EQ(got.x.shape[0], static_cast<int64_t>(want.num_lost.size()));
+  for (int64_t t = 0; t < got.x.shape[0]; ++t) {
+    ASSERT_EQ(std::memcmp(got.x.row(t), want.x.data() + static_cast<size_t>(t) * width, width), 0) << "token " << t;
+  }
+  expect_values("num_lost", got.num_lost, want.num_lost);
+  if (with_side) expect_values("side", got.side, want.side);
+}
+
+/// One rank's part of a problem, as arguments. Keeps what the views need.
+struct RankArguments {
+  RankArguments(const RandomProblem& p, int rank, const RunChoices& run) {
+    const core::DispatchProblem& d = p.dispatch;
+    const core::DispatchInput& in = d.ranks[static_cast<size_t>(rank)];
+    const int64_t tokens = in.num_tokens;
+    dispatch.x = TensorView::dense(in.x.data(), d.dtype, {tokens, d.hidden});
+    ids32.assign(in.topk_idx.begin(), in.topk_idx.end());
+    dispatch.topk_idx = run.i32_ids ? TensorView::dense(ids32.data(), DType::i32, {tokens, d.num_topk})
+                                    : TensorView::dense(in.topk_idx.data(), DType::i64, {tokens, d.num_topk});
+    if (d.has_weights) dispatch.topk_weights = TensorView::dense(in.topk_weights.data(), DType::fp32, {tokens, d.num_topk});
+    for (size_t s = 0; s < in.side.size(); ++s) {
+      const auto cols = static_cast<int64_t>(d.side_bytes[s] / size_of(p.side_dtypes[s]));
+      dispatch.side.push_back(TensorView::dense(in.side[s].data(), p.side_dtypes[s], {tokens, cols}));
+    }
+    dispatch.mode = run.mode;
+    dispatch.layout = d.layout;
+    dispatch.capacity = d.capacity;
+    dispatch.expert_alignment = d.alignment;
+    dispatch.quantize = d.quantize;
+    dispatch.result = run.result;
+    dispatch.receive = run.receive;
+  }
+  DispatchArgs dispatch;
+  std::vector<int32_t> ids32;
+};
+
+inline CombineArgs combine_args(const RandomProblem& p, const core::CombineProblem& c, const std::vector<core::DispatchOutput>& received, int rank,
+                                const Handle& handle) {
+  const auto at = static_cast<size_t>(rank);
+  const core::CombineInput& in = c.ranks[at];
+  const int64_t rows = received[at].array_rows;
+  CombineArgs args;
+  args.y = TensorView::dense(in.y.data(), p.dtype, {rows, p.hidden});
+  args.handle = &handle;
+  args.apply = p.apply;
+  args.wire = p.wire;
+  if (p.apply == CombineWeights::rows) args.weights = TensorView::dense(in.weights.data(), DType::fp32, {rows});
+  if (p.with_side) {
+    args.side = p.dispatch.layout == Layout::rank_major ? TensorView::dense(in.side.data(), DType::fp32, {rows, p.dispatch.num_topk})
+                                                        : TensorView::dense(in.side.data(), DType::fp32, {rows});
+  }
+  return args;
+}
+
+/// Runs a problem on virtual ranks and compares every byte that is specified.
+inline void expect_matches_reference(uint64_t seed, const RandomLimits& limits, const RunChoices& run) {
+  const RandomProblem p = random_problem(seed, limits);
+  const auto received = core::reference_dispatch(p.dispatch);
+  const core::CombineProblem c = random_combine(p, received, seed + 1);
+  const auto combined = core::reference_combine(c);
+  CommunicatorOptions options;
+  options.transport = run.transport;
+  options.scheduler_seed = run.scheduler_seed;
+  options.node_of_rank = p.node_of_rank;
+  run_virtual_ranks(
+      limits.num_ranks,
+      [&](Communicator& comm) {
+        const int rank = comm.rank();
+        const auto at = static_cast<size_t>(rank);
+        SCOPED_TRACE("seed " + std::to_string(seed) + " rank " + std::to_string(rank) + " of " + std::to_string(limits.num_ranks));
+        Buffer buffer(comm, config_of(p, run));
+        EXPECT_EQ(buffer.num_bytes(), required_bytes(buffer.config(), comm.num_ranks()));
+        RankArguments arguments(p, rank, run);
+        Handle handle;
+        for (int round = 0; round < run.repeats; ++round) {
+          DispatchArgs args = arguments.dispatch;
+          const Handle cached = handle;
+          if (round > 0 && round == run.repeats - 1) {
+            args.handle = &cached;
+            args.topk_idx = args.topk_weights = TensorView();
+          }
+          DispatchResult result = run.async ? buffer.dispatch_async(args).wait() : buffer.dispatch(args);
+          expect_dispatch(result, received[at], p.dispatch);
+          handle = result.handle;
+          CombineArgs back = combine_args(p, c, received, rank, handle);
+          back.mode = run.mode;
+          const CombineResult sum = run.async ? buffer.combine_async(back).wait() : buffer.combine(back);
+          expect_combine(sum, combined[at], p.dtype, p.hidden, p.with_side);
+        }
+      },
+      options);
+}
+
+}  // namespace turnout::testing
