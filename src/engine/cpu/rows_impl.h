@@ -236,7 +236,8 @@ void sum_rows_in_double(const RowRef* terms, const float* weights, int num_terms
         std::memcpy(out + 8 * (first + i), &x, sizeof x);
       }
     } else {
-      for (int64_t i = 0; i < n; ++i) narrow[i] = static_cast<float>(acc[i]);
+      const bool to_half = out_dtype == DType::bf16 || out_dtype == DType::fp16;  // then fp32 is on the way: rounded to odd, it does no harm
+      for (int64_t i = 0; i < n; ++i) narrow[i] = to_half ? core::detail::to_odd(acc[i]) : static_cast<float>(acc[i]);
       store_tile(narrow, first, n, out, out_scales, out_dtype);
     }
   }
