@@ -66,10 +66,11 @@ std::vector<PeerMemory> share_memory(Bootstrap& bootstrap, std::string_view labe
   Descriptor mine;
   Mailbox mailbox;
   const auto said = tell_all(bootstrap, step, facts, [&] {
-    mine = make_memory_file(label, num_bytes);
-    memory[rank] = {Mapping(mine, num_bytes), getpid()};
+    Descriptor file = make_memory_file(label, num_bytes);
+    memory[rank] = {Mapping(file, num_bytes), getpid()};
     construct(memory[rank].map.data());
     mailbox.open();
+    mine = std::move(file);  // only now: a rank that refuses has closed it, and the bootstrap may need the descriptor to tell
     return mailbox.name();
   });
   check_agreed(said, bootstrap.rank(), step);
