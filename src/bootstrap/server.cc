@@ -1,6 +1,7 @@
 // A connection is a stranger until it has proven the secret: few bytes, little time, a bounded number of them.
 #include "bootstrap/server.h"
 
+#include <linux/sockios.h>
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/ioctl.h>
@@ -52,8 +53,8 @@ void Server::note(const Connection& c, const std::string& why) {
     std::lock_guard lock(notes_mutex_);
     if (notes_.size() >= kMostNotes) return;
     std::set<std::string>& reasons = notes_[address];
-    reasons.insert(why);
-    if (reasons.size() > 1) return;
+    const bool news = reasons.size() < kMostNotes && reasons.insert(why).second;
+    if (!news || reasons.size() > 1) return;
   }
   util::log(util::LogLevel::warn, "rendezvous: refused " + address + ": " + why + " (said once per address)");
 }
@@ -112,6 +113,7 @@ void Server::accept_from(const Fd& listener) {
     }
     Connection& c = connections_.emplace_back();
     c.peer = peer_address(fd.get());
+    send_at_once(fd.get());
     c.fd = std::move(fd);
     c.deadline = Clock::now() + options_.stranger_time;
   }
@@ -288,9 +290,13 @@ void Server::say_farewell() {
   const auto deadline = Clock::now() + std::chrono::seconds(1);
   auto unsent = [this](Connection& c) {
     flush(c);
-    int queued = 0;  // bytes the other machine has not acknowledged: a reset would overtake them
-    if (!c.dead) ioctl(c.fd.get(), TIOCOUTQ, &queued);
-    return !c.dead && (c.num_written < c.out.size() || queued > 0);
+    pollfd p{.fd = c.fd.get(), .events = 0, .revents = 0};
+    if (c.dead || (poll(&p, 1, 0) > 0 && (p.revents & (POLLERR | POLLHUP)))) return false;
+    // Closing drops what has not left yet. Between machines, what was not acknowledged may be lost too, and then our reset
+    // would overtake the second attempt.
+    int queued = 0;
+    ioctl(c.fd.get(), c.peer.is_loopback() ? SIOCOUTQNSD : SIOCOUTQ, &queued);
+    return c.num_written < c.out.size() || queued > 0;
   };
   while (Clock::now() < deadline && std::any_of(connections_.begin(), connections_.end(), unsent)) {
     poll(nullptr, 0, 1);

@@ -196,6 +196,11 @@ Fd listen_on(const Address& address) {
   return {};
 }
 
+void send_at_once(int fd) {
+  set_flag(fd, IPPROTO_TCP, TCP_NODELAY);
+  set_flag(fd, SOL_SOCKET, SO_KEEPALIVE);
+}
+
 Fd reserve_port(int& port) {
   // Linux lets two sockets with SO_REUSEADDR bind one port as long as neither listens yet; asked for any port it offers neither.
   Fd fd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
@@ -226,8 +231,7 @@ Fd connect_to(const Address& address, Clock::time_point deadline, std::string& e
     error = address.to_string() + ": " + text_of(code);
     return {};
   }
-  set_flag(fd.get(), IPPROTO_TCP, TCP_NODELAY);
-  set_flag(fd.get(), SOL_SOCKET, SO_KEEPALIVE);
+  send_at_once(fd.get());
   return fd;
 }
 

@@ -71,6 +71,8 @@ Fd listen_on(const Address& address);
 Fd reserve_port(int& port);
 /// A connected non-blocking socket; invalid with `error` filled if that failed or took longer than `deadline`.
 Fd connect_to(const Address& address, Clock::time_point deadline, std::string& error);
+/// Small messages leave without waiting for more, and a peer that is gone for hours is noticed.
+void send_at_once(int fd);
 /// The address a socket is bound to.
 Address bound_address(int fd);
 Address peer_address(int fd);

@@ -107,10 +107,12 @@ TEST(TcpStore, AStoppedRankZeroIsNoticed) {
   const pid_t root = fork();
   if (root == 0) {
     auto store = job.open(0);
+    store->get("joined", 20s);
     raise(SIGSTOP);
     _exit(0);
   }
   auto store = job.open(1);
+  store->set("joined", {});
   int status = 0;
   waitpid(root, &status, WUNTRACED);
   ASSERT_TRUE(WIFSTOPPED(status));
