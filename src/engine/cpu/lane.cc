@@ -10,6 +10,8 @@ namespace turnout::engine {
 
 namespace {
 
+constexpr std::chrono::milliseconds kLandingTime{50};
+
 std::string join(const std::vector<int>& ranks) {
   std::string text;
   for (size_t i = 0; i < ranks.size(); ++i) text += (i ? ", " : "") + std::to_string(ranks[i]);
@@ -118,7 +120,9 @@ void Lane::check_patience(const Call& call, Patience& patience) {
   for (int peer : waiting.peers) {
     if (context_->transport->peer_state(peer) == transport::PeerState::gone) gone.push_back(peer);
   }
-  if (!gone.empty()) expire(call, waiting, gone, "gone", waited, true);
+  // What a peer sent before it left may still be landing: it is given a moment without any progress.
+  if (gone.empty()) patience.gone_since = now;
+  else if (now - patience.gone_since > kLandingTime) expire(call, waiting, gone, "gone", waited, true);
 
   const auto ranks = static_cast<size_t>(context_->num_ranks);
   if (patience.heartbeats.empty()) {

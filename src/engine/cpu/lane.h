@@ -51,6 +51,7 @@ class Lane {
   struct Patience {
     Clock::time_point since = Clock::now();  ///< of the last progress
     Clock::time_point reported = since;
+    Clock::time_point gone_since = since;    ///< some peer has been gone since then
     std::vector<uint64_t> heartbeats;        ///< when the wait became slow
     std::vector<Clock::time_point> beat_at;  ///< when a heartbeat last moved
   };

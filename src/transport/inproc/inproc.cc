@@ -79,6 +79,9 @@ class InprocWindow final : public Window {
  public:
   InprocWindow(int rank, std::vector<std::shared_ptr<Region>> regions, std::shared_ptr<Scheduler> scheduler)
       : rank_(rank), regions_(std::move(regions)), scheduler_(std::move(scheduler)) {}
+  ~InprocWindow() override {
+    if (scheduler_) scheduler_->leave(rank_);
+  }
 
   size_t num_bytes() const override { return mine().num_bytes; }
   int num_signals() const override { return static_cast<int>(mine().signals.size()); }

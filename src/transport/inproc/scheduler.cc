@@ -49,6 +49,14 @@ void Scheduler::signal(int source, int destination, int index, uint64_t value) {
   r.under_way.emplace(std::pair(turn, r.num_issued), Operation{true, static_cast<size_t>(index), value, {}});
 }
 
+void Scheduler::leave(int source) {
+  for (int destination = 0; destination < num_ranks_; ++destination) {
+    Route& r = route(source, destination);
+    std::lock_guard lock(r.mutex);
+    r.left = true;
+  }
+}
+
 bool Scheduler::deliver(int destination, const Land& land, const Raise& raise) {
   bool more = false;
   const auto now = std::chrono::steady_clock::now();
@@ -58,7 +66,7 @@ bool Scheduler::deliver(int destination, const Land& land, const Raise& raise) {
     bool flushed = now - r.issued < kSilence;
     while (!r.under_way.empty()) {
       const auto next = r.under_way.begin();
-      if (next->first.first > r.num_issued) {
+      if (next->first.first > r.num_issued && !r.left) {
         if (flushed) break;
         flushed = true;
       }

@@ -25,6 +25,9 @@ class Scheduler {
   void put(int source, int destination, size_t offset, const void* src, size_t num_bytes);
   void signal(int source, int destination, int index, uint64_t value);
 
+  /// `source` sends nothing more: what is under way from it lands at the next delivery.
+  void leave(int source);
+
   using Land = std::function<void(size_t offset, const std::byte* data, size_t num_bytes)>;
   using Raise = std::function<void(int source, int index, uint64_t value)>;
   /// Lands some of what is under way to `destination`. True if more is left.
@@ -41,6 +44,7 @@ class Scheduler {
   struct Route {
     std::mutex mutex;
     std::mt19937_64 random;
+    bool left = false;
     uint64_t num_issued = 0;
     uint64_t last_put = 0;                         ///< latest turn of any put so far
     std::map<size_t, uint64_t> last_of_signal;     ///< latest turn, by index
