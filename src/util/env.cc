@@ -60,6 +60,7 @@ namespace {
 
 using V = const EnvValue&;
 
+// clang-format off
 constexpr EnvVariable kTable[] = {
     {"TURNOUT_LOG", "error, warn, info or debug", "warn", "Lines of this level and above are written to stderr.",
      [](Env& e, V v) { e.log_level = static_cast<LogLevel>(v.choice({"error", "warn", "info", "debug"})); }},
@@ -98,6 +99,7 @@ constexpr EnvVariable kTable[] = {
     {"TURNOUT_CPU_ISA", "auto, avx512, avx2 or plain", "auto", "Instruction set of row copies, conversions and sums.",
      [](Env& e, V v) { e.cpu_isa = v.choice_text({"auto", "avx512", "avx2", "plain"}); }},
 };
+// clang-format on
 
 EnvValue value_of(const EnvVariable& row, const EnvLookup& lookup) {
   const char* text = lookup(row.name.data());  // a literal, so it ends in 0

@@ -37,7 +37,8 @@ TEST(Env, DefaultsAreThoseOfTheTable) {
 }
 
 TEST(Env, ReadsEveryKind) {
-  const Env e = read({{"TURNOUT_LOG", "debug"}, {"TURNOUT_RANK", "3"}, {"TURNOUT_PORT", "65535"}, {"TURNOUT_SECRET", "s p"}, {"TURNOUT_SPIN_US", "0"}});
+  const Env e =
+      read({{"TURNOUT_LOG", "debug"}, {"TURNOUT_RANK", "3"}, {"TURNOUT_PORT", "65535"}, {"TURNOUT_SECRET", "s p"}, {"TURNOUT_SPIN_US", "0"}});
   EXPECT_EQ(e.log_level, LogLevel::debug);
   EXPECT_EQ(e.rank, 3);
   EXPECT_EQ(e.port, 65535);
