@@ -121,8 +121,9 @@ void Lane::check_patience(const Call& call, Patience& patience) {
     if (context_->transport->peer_state(peer) == transport::PeerState::gone) gone.push_back(peer);
   }
   // What a peer sent before it left may still be landing: it is given a moment without any progress.
-  if (gone.empty()) patience.gone_since = now;
-  else if (now - patience.gone_since > kLandingTime) expire(call, waiting, gone, "gone", waited, true);
+  if (gone.empty()) patience.gone_since.reset();
+  else if (!patience.gone_since) patience.gone_since = now;
+  else if (now - *patience.gone_since > kLandingTime) expire(call, waiting, gone, "gone", waited, true);
 
   const auto ranks = static_cast<size_t>(context_->num_ranks);
   if (patience.heartbeats.empty()) {

@@ -5,6 +5,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -51,7 +52,7 @@ class Lane {
   struct Patience {
     Clock::time_point since = Clock::now();  ///< of the last progress
     Clock::time_point reported = since;
-    Clock::time_point gone_since = since;    ///< some peer has been gone since then
+    std::optional<Clock::time_point> gone_since;  ///< when some peer was first found gone
     std::vector<uint64_t> heartbeats;        ///< when the wait became slow
     std::vector<Clock::time_point> beat_at;  ///< when a heartbeat last moved
   };
