@@ -152,7 +152,9 @@ TEST_P(Narrow, AMillionRandomInputsAgainstTheTable) {
   Random random(1);
   for (int i = 0; i < 1'000'000; ++i) {
     auto bits = static_cast<uint32_t>(random.bits());
-    if (i % 2) bits = (bits & 0x807FFFFF) | static_cast<uint32_t>(127 - type.bias() - type.mantissa_bits - 2 + random.below(2 * type.bias() + type.mantissa_bits)) << 23;
+    if (i % 2)
+      bits = (bits & 0x807FFFFF) |
+             static_cast<uint32_t>(127 - type.bias() - type.mantissa_bits - 2 + random.below(2 * type.bias() + type.mantissa_bits)) << 23;
     const float x = float_of(bits);
     ASSERT_EQ(type.narrow(x), table.narrow(x)) << type.name << " " << hex(bits);
   }

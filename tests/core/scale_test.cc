@@ -59,7 +59,8 @@ TEST(Scale, RandomBlocksOfEveryLengthFollowTheRule) {
       std::vector<float> x(n);
       const auto high = static_cast<uint32_t>(random.between(1, 254));
       for (float& v : x) {
-        v = float_of((static_cast<uint32_t>(random.bits()) & 0x807FFFFF) | static_cast<uint32_t>(random.between(std::max<int64_t>(0, high - 20), high)) << 23);
+        v = float_of((static_cast<uint32_t>(random.bits()) & 0x807FFFFF) |
+                     static_cast<uint32_t>(random.between(std::max<int64_t>(0, high - 20), high)) << 23);
       }
       expect_model(x);
     }
