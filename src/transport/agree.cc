@@ -59,7 +59,8 @@ void check_agreed(const std::vector<Said>& all, int rank, std::string_view step)
   if (!refusals.empty()) throw TransportError(refusals);
   for (size_t peer = 0; peer < all.size(); ++peer) {
     if (all[peer].facts == all[0].facts) continue;
-    throw InvalidArgument(std::string(step) + ": ranks disagree: rank 0 asks for " + all[0].facts + ", rank " + std::to_string(peer) + " for " + all[peer].facts);
+    throw InvalidArgument(std::string(step) + ": ranks disagree: rank 0 asks for " + all[0].facts + ", rank " + std::to_string(peer) + " for " +
+                          all[peer].facts);
   }
 }
 

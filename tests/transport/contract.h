@@ -17,7 +17,9 @@ class TransportContract : public ::testing::TestWithParam<std::tuple<Subject, in
   }
 };
 
-inline auto subjects(std::vector<Subject> list) { return ::testing::Combine(::testing::ValuesIn(std::move(list)), ::testing::Values(1, 2, 3, 4, 5, 7, 8)); }
+inline auto subjects(std::vector<Subject> list) {
+  return ::testing::Combine(::testing::ValuesIn(std::move(list)), ::testing::Values(1, 2, 3, 4, 5, 7, 8));
+}
 inline std::string subject_name(const ::testing::TestParamInfo<std::tuple<Subject, int>>& info) {
   return std::string(std::get<0>(info.param).name) + "_" + std::to_string(std::get<1>(info.param)) + "ranks";
 }
@@ -137,7 +139,8 @@ TEST_P(TransportContract, WindowsDoNotMix) {
   run([&](Bootstrap&, auto transport) {
     const int rank = transport->rank();
     std::vector<std::unique_ptr<Window>> windows;
-    for (size_t i = 0; i < 4; ++i) windows.push_back(transport->open("same label", static_cast<size_t>(num_ranks()) * kSlot + i * 4099, 2 * num_ranks() + static_cast<int>(i)));
+    for (size_t i = 0; i < 4; ++i)
+      windows.push_back(transport->open("same label", static_cast<size_t>(num_ranks()) * kSlot + i * 4099, 2 * num_ranks() + static_cast<int>(i)));
     for (size_t i = 0; i < 4; ++i) {
       require(windows[i]->num_bytes() == static_cast<size_t>(num_ranks()) * kSlot + i * 4099, "num_bytes");
       require(windows[i]->num_signals() == 2 * num_ranks() + static_cast<int>(i), "num_signals");

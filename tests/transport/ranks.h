@@ -82,7 +82,8 @@ inline std::vector<std::byte> message(int source, uint64_t round, size_t num_byt
 inline void require_message(const std::byte* found, int source, uint64_t round, size_t num_bytes) {
   for (size_t at = 0; at < num_bytes; ++at) {
     if (found[at] != pattern(source, round, at)) {
-      throw std::runtime_error("byte " + std::to_string(at) + " of " + std::to_string(num_bytes) + " from rank " + std::to_string(source) + " in round " + std::to_string(round) + " is wrong");
+      throw std::runtime_error("byte " + std::to_string(at) + " of " + std::to_string(num_bytes) + " from rank " + std::to_string(source) +
+                               " in round " + std::to_string(round) + " is wrong");
     }
   }
 }

@@ -23,8 +23,13 @@ std::vector<Event> drain(Scheduler& scheduler, int destination) {
   wait_until(
       [&] {
         return !scheduler.deliver(
-            destination, [&](size_t offset, const std::byte*, size_t n) { events.push_back({false, offset, 0, n}); },
-            [&](int, int index, uint64_t value) { events.push_back({true, static_cast<size_t>(index), value, 0}); });
+            destination,
+            [&](size_t offset, const std::byte*, size_t n) {
+              events.push_back({false, offset, 0, n});
+            },
+            [&](int, int index, uint64_t value) {
+              events.push_back({true, static_cast<size_t>(index), value, 0});
+            });
       },
       "everything landed");
   return events;

@@ -135,7 +135,8 @@ class InprocWindow final : public Window {
 
 class InprocTransport final : public Transport {
  public:
-  InprocTransport(std::unique_ptr<Bootstrap> bootstrap, uint64_t seed) : bootstrap_(std::move(bootstrap)), seed_(seed), mine_(std::make_shared<RankState>()) {
+  InprocTransport(std::unique_ptr<Bootstrap> bootstrap, uint64_t seed)
+      : bootstrap_(std::move(bootstrap)), seed_(seed), mine_(std::make_shared<RankState>()) {
     ranks_ = exchange<RankState>(*bootstrap_, "inproc: ranks", "", [&] { return mine_; });
     spin_ = spin_time(num_ranks());
   }

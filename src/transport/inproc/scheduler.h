@@ -46,9 +46,9 @@ class Scheduler {
     std::mt19937_64 random;
     bool left = false;
     uint64_t num_issued = 0;
-    uint64_t last_put = 0;                         ///< latest turn of any put so far
-    std::map<size_t, uint64_t> last_of_signal;     ///< latest turn, by index
-    std::chrono::steady_clock::time_point issued;  ///< when the last operation was
+    uint64_t last_put = 0;                                         ///< latest turn of any put so far
+    std::map<size_t, uint64_t> last_of_signal;                     ///< latest turn, by index
+    std::chrono::steady_clock::time_point issued;                  ///< when the last operation was
     std::map<std::pair<uint64_t, uint64_t>, Operation> under_way;  ///< by (turn, number of issue): the order of landing
   };
   Route& route(int source, int destination) {

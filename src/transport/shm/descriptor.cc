@@ -24,8 +24,9 @@ void fail(const std::string& what, int error) {
   std::string text = "shm: " + what + ": " + std::strerror(error);
   if (error == EMFILE || error == ENFILE) text += "; raise the limit of open files (ulimit -n)";
   if (error == ENOMEM || error == ENOSPC) {
-    text += "; free memory, raise the limit of address space (ulimit -v) or of mappings (vm.max_map_count), or make the Buffer smaller "
-            "(receive_bytes, max_tokens_per_rank)";
+    text +=
+        "; free memory, raise the limit of address space (ulimit -v) or of mappings (vm.max_map_count), or make the Buffer smaller "
+        "(receive_bytes, max_tokens_per_rank)";
   }
   if (error == EFBIG || error == EINVAL) text += "; make the Buffer smaller, or raise the limit of file sizes (ulimit -f)";
   throw TransportError(text);
@@ -81,7 +82,8 @@ std::vector<PeerMemory> share_memory(Bootstrap& bootstrap, std::string_view labe
     mailbox.exchange(names, bootstrap.rank(), mine, [&](int peer, const Descriptor& file, int pid) {
       struct stat info {};
       const bool ours = fstat(file.get(), &info) == 0 && info.st_size == static_cast<off_t>(num_bytes) && fcntl(file.get(), F_GET_SEALS) == kSeals;
-      if (!ours) throw TransportError("shm: the memory file of rank " + std::to_string(peer) + " is not sealed at " + std::to_string(num_bytes) + " bytes");
+      if (!ours)
+        throw TransportError("shm: the memory file of rank " + std::to_string(peer) + " is not sealed at " + std::to_string(num_bytes) + " bytes");
       memory[static_cast<size_t>(peer)] = {Mapping(file, num_bytes), pid};
     });
     return std::string();

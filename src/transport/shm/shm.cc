@@ -45,7 +45,8 @@ class ShmWindow final : public Window {
     const std::string facts = std::to_string(num_bytes) + " bytes and " + std::to_string(num_signals) + " signals";
     memory_ = share_memory(bootstrap, "window " + std::string(label), facts, total, [&](std::byte* mine) {
       new (mine) Doorbell;
-      for (int i = 0; i < num_signals; ++i) new (mine + sizeof(Doorbell) + static_cast<size_t>(i) * sizeof(std::atomic<uint64_t>)) std::atomic<uint64_t>(0);
+      for (int i = 0; i < num_signals; ++i)
+        new (mine + sizeof(Doorbell) + static_cast<size_t>(i) * sizeof(std::atomic<uint64_t>)) std::atomic<uint64_t>(0);
     });
   }
 
@@ -81,7 +82,8 @@ class ShmWindow final : public Window {
 
 class ShmTransport final : public Transport {
  public:
-  explicit ShmTransport(std::unique_ptr<Bootstrap> bootstrap) : bootstrap_(std::move(bootstrap)), gone_(static_cast<size_t>(bootstrap_->num_ranks())) {
+  explicit ShmTransport(std::unique_ptr<Bootstrap> bootstrap)
+      : bootstrap_(std::move(bootstrap)), gone_(static_cast<size_t>(bootstrap_->num_ranks())) {
     controls_ = share_memory(*bootstrap_, "control", "a control page", kPage, [](std::byte* mine) { new (mine) Control; });
     const auto watching = tell_all(*bootstrap_, "shm: watch", "", [&] {
       for (size_t peer = 0; peer < controls_.size(); ++peer) pidfds_.push_back(watch(peer));
