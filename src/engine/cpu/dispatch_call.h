@@ -83,6 +83,10 @@ class DispatchCall final : public Call {
   void admit(int source, int64_t i, const int32_t* idx, const float* weights);
   void lay_out(const Row& row) const;
   void settle_held();
+  /// Puts a row where it stays: past the cache if the call moves more than a cache holds.
+  void store_row(void* dst, const void* src, size_t num_bytes) const {
+    (large_ ? context_->kernels.copy_row_streaming : context_->kernels.copy_row)(dst, src, num_bytes);
+  }
   void finish();
   void zero_padding() const;
   static void finish_routing(internal::Routing& r, int rank);
@@ -92,6 +96,7 @@ class DispatchCall final : public Call {
   std::shared_ptr<internal::Routing> fresh_;
   std::shared_ptr<const internal::Routing> cached_;
   bool low_latency_ = false;
+  bool large_ = false;  ///< the rows of this call do not fit in a cache
 
   struct Target {  ///< where direct rows of this rank go at a destination
     size_t base = 0;

@@ -9,6 +9,11 @@ namespace turnout::engine {
 using core::BufferLayout;
 using internal::Routing;
 
+namespace {
+/// Results larger than this share of a last-level cache are written past it.
+constexpr int64_t kCacheBytes = 4 << 20;
+}  // namespace
+
 /// All headers are here and agree: who sends what to whom, what is admitted, where it goes.
 void DispatchCall::plan() {
   const auto ranks = static_cast<size_t>(context_->num_ranks);
@@ -41,6 +46,7 @@ void DispatchCall::plan() {
     if (r.layout != Layout::rank_major) plan_experts();
   }
   make_room();
+  large_ = std::max(r.send_begin.back(), r.num_recv()) * static_cast<int64_t>(format_.x_bytes) > kCacheBytes;
   targets_.resize(ranks);
   for (int peer = 0; peer < context_->num_ranks; ++peer) {
     if (path(me, peer) != Path::direct) continue;
@@ -232,7 +238,7 @@ void DispatchCall::lay_out(const Row& row) const {
   const Routing& r = routing();
   auto place = [&](int64_t position) {
     const auto p = static_cast<size_t>(position);
-    context_->kernels.copy_row_streaming(x_ + position * x_stride_, row.x, format_.x_bytes);
+    store_row(x_ + position * x_stride_, row.x, format_.x_bytes);
     if (row.scales) std::memcpy(memory_->data() + block_.scales + p * format_.scale_bytes, row.scales, format_.scale_bytes);
     for (size_t s = 0; s < format_.side_bytes.size(); ++s) {
       const std::byte* side = row.record ? row.record + format_.side_at[s] : args_.side[s].row(row.token);

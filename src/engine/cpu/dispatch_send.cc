@@ -191,7 +191,7 @@ void DispatchCall::write_direct(int peer, int64_t row, int64_t token) {
   };
   const std::byte* scales = nullptr;
   const std::byte* x = token_row(token, quantised, scales);
-  if (there) context_->kernels.copy_row_streaming(there + base + block.x + at * format_.x_stride, x, format_.x_bytes);
+  if (there) store_row(there + base + block.x + at * format_.x_stride, x, format_.x_bytes);
   else write(block.x + at * format_.x_stride, x, format_.x_bytes);
   if (scales) write(block.scales + at * format_.scale_bytes, scales, format_.scale_bytes);
   for (size_t s = 0; s < args_.side.size(); ++s) write(block.side[s] + at * format_.side_bytes[s], args_.side[s].row(token), format_.side_bytes[s]);
