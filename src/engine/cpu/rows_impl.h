@@ -41,20 +41,31 @@ inline void load_fp16(const std::byte* src, int64_t n, float* out) {
   }
 }
 
-struct E4m3Table {
-  float value[256];
-  constexpr E4m3Table() : value{} {
-    for (int code = 0; code < 256; ++code) value[code] = core::fp8_e4m3_to_float(static_cast<uint8_t>(code));
-  }
-};
-constexpr E4m3Table kE4m3;
+/// A choice by masks: with `?:` around float arithmetic the compiler branches, lest an unused addition raise a flag.
+inline uint32_t choose(bool first, uint32_t a, uint32_t b) {
+  const uint32_t mask = 0u - static_cast<uint32_t>(first);
+  return (a & mask) | (b & ~mask);
+}
+
+/// core::fp8_e4m3_to_float without branches or tables. Codes below 2^-6 are multiples of 2^-9; no float denormal is touched.
+inline float widen_e4m3(uint8_t code) {
+  const uint32_t magnitude = code & 0x7F;
+  const float small = static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-9f;
+  uint32_t b;
+  std::memcpy(&b, &small, sizeof b);
+  b = choose(magnitude < 8, b, (magnitude << 20) + (120u << 23));
+  b = choose(magnitude == 0x7F, core::kNanFp32, b | static_cast<uint32_t>(code & 0x80) << 24);
+  float value;
+  std::memcpy(&value, &b, sizeof value);
+  return value;
+}
 
 inline void load_fp8(const RowRef& row, int64_t first, int64_t n, float* out) {
   const auto* q = static_cast<const uint8_t*>(row.data) + first;
   for (int64_t begin = 0; begin < n; begin += core::kScaleBlock) {
     const int64_t end = begin + core::kScaleBlock < n ? begin + core::kScaleBlock : n;
     const float scale = row.scales[(first + begin) / core::kScaleBlock];
-    for (int64_t i = begin; i < end; ++i) out[i] = kE4m3.value[q[i]] * scale;
+    for (int64_t i = begin; i < end; ++i) out[i] = widen_e4m3(q[i]) * scale;
   }
 }
 
@@ -101,22 +112,20 @@ inline void store_fp32(const float* acc, int64_t n, std::byte* out) {
 }
 
 /// core::float_to_fp8_e4m3 without branches. Below 2^-6 codes are multiples of 2^-9, to which adding 2^14 rounds.
-inline uint8_t round_e4m3(float x) {
+inline uint32_t round_e4m3(float x) {
   uint32_t b;
   std::memcpy(&b, &x, sizeof b);
   const uint32_t magnitude = b & 0x7FFFFFFF;
-  const uint32_t normal = ((magnitude + 0x7FFFF + (magnitude >> 20 & 1)) >> 20) - (120u << 3);
+  const uint32_t capped = magnitude < 0x43E00000 ? magnitude : 0x43E00000;  // 448
+  const uint32_t normal = ((capped + 0x7FFFF + (capped >> 20 & 1)) >> 20) - (120u << 3);
+  const uint32_t below = capped < 0x3C800000 ? capped : 0x3C800000;
   float small;
-  const uint32_t capped = magnitude < 0x3C800000 ? magnitude : 0x3C800000;
-  std::memcpy(&small, &capped, sizeof small);
+  std::memcpy(&small, &below, sizeof small);
   small += 16384.0f;
   uint32_t denormal;
   std::memcpy(&denormal, &small, sizeof denormal);
-  denormal -= 0x46800000;
-  uint32_t code = magnitude < 0x3C800000 ? denormal : normal;
-  code = magnitude >= 0x43E00000 ? 0x7E : code;
-  code = code > 0x7E ? 0x7E : code;
-  return static_cast<uint8_t>(magnitude > 0x7F800000 ? uint32_t{core::kNanE4m3} : ((b >> 24 & 0x80) | code));
+  const uint32_t code = choose(capped < 0x3C800000, denormal - 0x46800000, normal) | (b >> 24 & 0x80);
+  return choose(magnitude > 0x7F800000, core::kNanE4m3, code);
 }
 
 /// One block by the rule of core/scale.h.
@@ -126,7 +135,7 @@ inline float quantize_block_fast(const float* values, int64_t n, uint8_t* q, uin
     uint32_t b;
     std::memcpy(&b, values + i, sizeof b);
     b &= 0x7FFFFFFF;
-    b = b < 0x7F800000 ? b : 0;
+    b = choose(b < 0x7F800000, b, 0);
     amax = b > amax ? b : amax;
   }
   float scale = core::scale_of(core::float_of(amax));
@@ -135,7 +144,14 @@ inline float quantize_block_fast(const float* values, int64_t n, uint8_t* q, uin
     scale = core::ue8m0_to_float(*ue8m0);
   }
   const float inverse = 1.0f / scale;
-  for (int64_t i = 0; i < n; ++i) q[i] = round_e4m3(values[i] * inverse);
+  // Whole blocks have a length that the compiler knows; words first and bytes after, so that each loop has one width.
+  alignas(64) uint32_t codes[core::kScaleBlock];
+  if (n == core::kScaleBlock) {
+    for (int64_t i = 0; i < core::kScaleBlock; ++i) codes[i] = round_e4m3(values[i] * inverse);
+    for (int64_t i = 0; i < core::kScaleBlock; ++i) q[i] = static_cast<uint8_t>(codes[i]);
+  } else {
+    for (int64_t i = 0; i < n; ++i) q[i] = static_cast<uint8_t>(round_e4m3(values[i] * inverse));
+  }
   return scale;
 }
 
