@@ -50,6 +50,9 @@ class ExpertMap {
     for (size_t e = 0; e < map.owner_.size(); ++e) {
       map.by_rank_[static_cast<size_t>(map.begin_[static_cast<size_t>(map.owner_[e])] + map.local_[e])] = static_cast<int>(e);
     }
+    map.hash_ = 14695981039346656037ull;
+    for (int owner : map.owner_) map.hash_ = (map.hash_ ^ static_cast<uint64_t>(owner)) * 1099511628211ull;
+    map.hash_ ^= static_cast<uint64_t>(num_ranks);
     return map;
   }
 
@@ -68,14 +71,11 @@ class ExpertMap {
     return std::span(by_rank_).subspan(static_cast<size_t>(begin_[static_cast<size_t>(rank)]), static_cast<size_t>(num_local(rank)));
   }
   /// Equal maps have equal hashes (FNV-1a): ranks compare it in the fingerprint of a call.
-  uint64_t hash() const {
-    uint64_t h = 14695981039346656037ull;
-    for (int owner : owner_) h = (h ^ static_cast<uint64_t>(owner)) * 1099511628211ull;
-    return h ^ static_cast<uint64_t>(num_ranks_);
-  }
+  uint64_t hash() const { return hash_; }
 
  private:
   int num_ranks_ = 0;
+  uint64_t hash_ = 0;
   std::vector<int> owner_, local_, begin_, by_rank_;
 };
 

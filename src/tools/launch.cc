@@ -1,207 +1,337 @@
-// Every rank is its own process group, so that what a rank starts ends with it.
+// Every rank is a process group of its own, so that what it starts ends with it. A rank that has ended stays unreaped until
+// all have: as long as it does, its number cannot become another process's, and signals to its group hit nobody else.
 #include "tools/launch.h"
 
-#include <arpa/inet.h>
 #include <fcntl.h>
-#include <netinet/in.h>
 #include <poll.h>
 #include <signal.h>
 #include <sys/prctl.h>
-#include <sys/random.h>
-#include <sys/socket.h>
+#include <sys/signalfd.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <atomic>
+#include <algorithm>
+#include <array>
 #include <cerrno>
 #include <chrono>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <map>
+#include <tuple>
 
+#include "bootstrap/hmac.h"
+#include "bootstrap/socket.h"
 #include "turnout/error.h"
+
+extern "C" char** environ;  // NOLINT: POSIX gives the environment no other name
 
 namespace turnout::tools {
 
 namespace {
 
-using Clock = std::chrono::steady_clock;
+using bootstrap::Clock;
+using bootstrap::Fd;
 
-std::atomic<int> signal_caught{0};  // a handler can reach nothing else
-void catch_signal(int number) { signal_caught.store(number, std::memory_order_relaxed); }
+constexpr auto kGrace = std::chrono::seconds(2);
+constexpr size_t kLongestLine = 64 * 1024;
 
-std::string random_secret() {
-  unsigned char bytes[32];
-  if (getrandom(bytes, sizeof bytes, 0) != sizeof bytes) throw TransportError(std::string("launch: no random bytes: ") + std::strerror(errno));
-  std::string hex;
-  for (unsigned char byte : bytes) {
-    hex += "0123456789abcdef"[byte >> 4];
-    hex += "0123456789abcdef"[byte & 15];
+std::string reason(int error = errno) { return std::strerror(error); }  // NOLINT(concurrency-mt-unsafe)
+
+std::pair<Fd, Fd> make_pipe() {
+  int ends[2];
+  if (pipe2(ends, O_CLOEXEC) != 0) throw TransportError("launch: no pipe: " + reason());
+  return {Fd(ends[0]), Fd(ends[1])};
+}
+
+/// Lines of one stream of one rank, passed on whole.
+struct Output {
+  Fd from;
+  FILE* to = nullptr;
+  std::string line;
+
+  /// False at its end.
+  bool pass_on(int rank) {
+    std::array<char, 16 * 1024> bytes;
+    const ssize_t n = read(from.get(), bytes.data(), bytes.size());
+    if (n < 0 && errno == EINTR) return true;
+    for (ssize_t i = 0; i < n; ++i) {
+      if (bytes[static_cast<size_t>(i)] != '\n') line += bytes[static_cast<size_t>(i)];
+      if (bytes[static_cast<size_t>(i)] == '\n' || line.size() >= kLongestLine) print(rank);
+    }
+    if (n <= 0 && !line.empty()) print(rank);
+    std::fflush(to);
+    if (n <= 0) from.reset();
+    return n > 0;
   }
-  return hex;
-}
 
-/// A port that was free a moment ago, outside what other jobs of this tool were given: the kernel hands them out in turn.
-int free_port() {
-  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof address;
-  const bool good = fd >= 0 && bind(fd, reinterpret_cast<sockaddr*>(&address), length) == 0 &&
-                    getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) == 0;
-  const int error = errno;
-  if (fd >= 0) close(fd);
-  if (!good) throw TransportError(std::string("launch: no free port: ") + std::strerror(error));
-  return ntohs(address.sin_port);
-}
+ private:
+  void print(int rank) {
+    std::fprintf(to, "[%d] %s\n", rank, line.c_str());
+    line.clear();
+  }
+};
 
 struct Rank {
   pid_t pid = -1;
-  int output = -1;  ///< our end of its tagged output
-  std::string line;
+  bool ended = false;
+  std::array<Output, 2> outputs;
+};
+
+/// The signals of a launcher as a descriptor, while it lives.
+class Signals {
+ public:
+  Signals() {
+    signal(SIGCHLD, SIG_DFL);  // if it was ignored there would be nothing to wait for
+    sigset_t set;
+    sigemptyset(&set);
+    for (int number : {SIGINT, SIGTERM, SIGHUP, SIGCHLD}) sigaddset(&set, number);
+    pthread_sigmask(SIG_BLOCK, &set, &before_);
+    fd_.reset(signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK));
+    if (!fd_) throw TransportError("launch: signalfd: " + reason());
+  }
+  ~Signals() { restore(); }
+  Signals(const Signals&) = delete;
+  Signals& operator=(const Signals&) = delete;
+  void restore() const { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  int fd() const { return fd_.get(); }
+  /// The next one, 0 if there is none.
+  int next() const {
+    signalfd_siginfo info;
+    return read(fd_.get(), &info, sizeof info) == sizeof info ? static_cast<int>(info.ssi_signo) : 0;
+  }
+
+ private:
+  sigset_t before_{};
+  Fd fd_;
 };
 
 class Job {
  public:
-  explicit Job(const LaunchOptions& options) : options_(options), secret_(random_secret()), port_(free_port()) {
-    for (int rank = 0; rank < options.num_ranks; ++rank) ranks_.push_back(start(rank));
+  explicit Job(const LaunchOptions& options)
+      : options_(options), secret_(bootstrap::hex(bootstrap::random_digest())), reserved_(bootstrap::reserve_port(port_)) {
+    std::tie(guard_read_, guard_write_) = make_pipe();
   }
   Job(const Job&) = delete;
   Job& operator=(const Job&) = delete;
-  ~Job() {
-    kill_all(SIGKILL);
-    for (Rank& rank : ranks_) {
-      if (rank.pid > 0) waitpid(rank.pid, nullptr, 0);
-      if (rank.output >= 0) close(rank.output);
-    }
-  }
-
-  int wait() {
-    const auto begun = Clock::now();
-    int status = 0;
-    bool ending = false;
-    Clock::time_point kill_at{};
-    const auto end = [&](int why) {
-      if (ending) return;
-      ending = true;
-      status = why;
-      kill_all(SIGTERM);
-      kill_at = Clock::now() + std::chrono::seconds(2);
-    };
-    while (num_running() > 0) {
-      pump(20);
-      for (Rank& rank : ranks_) {
-        int how = 0;
-        if (rank.pid <= 0 || waitpid(rank.pid, &how, WNOHANG) != rank.pid) continue;
-        kill(-rank.pid, SIGKILL);  // what it left behind
-        rank.pid = -1;
-        const int code = WIFEXITED(how) ? WEXITSTATUS(how) : 128 + WTERMSIG(how);
-        if (code != 0) end(code);
-      }
-      if (const int caught = signal_caught.load(std::memory_order_relaxed)) end(128 + caught);
-      const std::chrono::duration<double> passed = Clock::now() - begun;
-      if (options_.timeout_s > 0 && passed.count() > options_.timeout_s) end(124);
-      if (ending && Clock::now() > kill_at) kill_all(SIGKILL);
-    }
-    for (int round = 0; round < 100 && pump(0); ++round) {
-    }
-    return status;
-  }
+  ~Job();
+  int run();
 
  private:
-  Rank start(int rank) {
-    int pipe_ends[2] = {-1, -1};
-    if (options_.tag && pipe2(pipe_ends, O_CLOEXEC) != 0) throw TransportError(std::string("launch: no pipe: ") + std::strerror(errno));
-    const std::map<std::string, std::string> variables = {
-        {"TURNOUT_RANK", std::to_string(rank)},       {"TURNOUT_NUM_RANKS", std::to_string(options_.num_ranks)},
-        {"TURNOUT_LOCAL_RANK", std::to_string(rank)}, {"TURNOUT_ROOT", "127.0.0.1"},
-        {"TURNOUT_PORT", std::to_string(port_)},      {"TURNOUT_JOB", "launch-" + std::to_string(getpid())},
-        {"TURNOUT_SECRET", secret_}};
-    std::vector<char*> arguments;
-    for (const std::string& word : options_.command) arguments.push_back(const_cast<char*>(word.c_str()));
-    arguments.push_back(nullptr);
-    const pid_t parent = getpid();
-    const pid_t pid = fork();
-    if (pid < 0) throw TransportError(std::string("launch: cannot start a process: ") + std::strerror(errno));
-    if (pid == 0) {
-      setpgid(0, 0);
-      prctl(PR_SET_PDEATHSIG, SIGKILL);
-      if (getppid() != parent) _exit(127);
-      signal(SIGINT, SIG_DFL);
-      signal(SIGTERM, SIG_DFL);
-      for (const auto& [name, value] : variables) setenv(name.c_str(), value.c_str(), 1);
-      if (options_.tag) {
-        dup2(pipe_ends[1], STDOUT_FILENO);
-        dup2(pipe_ends[1], STDERR_FILENO);
-      }
-      execvp(arguments[0], arguments.data());
-      std::fprintf(stderr, "turnout launch: cannot run '%s': %s\n", arguments[0], std::strerror(errno));
-      _exit(127);
-    }
-    setpgid(pid, pid);
-    if (pipe_ends[1] >= 0) close(pipe_ends[1]);
-    return {pid, pipe_ends[0], ""};
-  }
-
-  int num_running() const {
-    int n = 0;
-    for (const Rank& rank : ranks_) n += rank.pid > 0;
-    return n;
-  }
-
-  void kill_all(int number) const {
-    for (const Rank& rank : ranks_) {
-      if (rank.pid > 0) kill(-rank.pid, number);
-    }
-  }
-
-  /// Passes tagged lines on; waits up to `ms`. True if something came.
-  bool pump(int ms) {
-    std::vector<pollfd> watched;
-    for (const Rank& rank : ranks_) watched.push_back({rank.output, POLLIN, 0});
-    if (poll(watched.data(), watched.size(), ms) <= 0) return false;
-    for (size_t r = 0; r < ranks_.size(); ++r) {
-      if (!watched[r].revents) continue;
-      char bytes[4096];
-      const ssize_t n = read(ranks_[r].output, bytes, sizeof bytes);
-      if (n <= 0) {
-        if (!ranks_[r].line.empty()) std::printf("[%zu] %s\n", r, ranks_[r].line.c_str());
-        close(ranks_[r].output);
-        ranks_[r].output = -1;
-        continue;
-      }
-      for (ssize_t i = 0; i < n; ++i) {
-        if (bytes[i] != '\n') {
-          ranks_[r].line += bytes[i];
-          continue;
-        }
-        std::printf("[%zu] %s\n", r, ranks_[r].line.c_str());
-        ranks_[r].line.clear();
-      }
-      std::fflush(stdout);
-    }
-    return true;
+  bool start(int rank);
+  [[noreturn]] void become_rank(int rank, Rank& r, pid_t launcher, std::array<Fd, 2>& write_ends, int trouble) const;
+  std::vector<std::string> environment_of(int rank) const;
+  void start_guardian();
+  void wait_for_something();
+  void look_for_ended();
+  void handle_signals();
+  void end(int status);
+  void kill_all(int number) const;
+  void drain();
+  bool all_ended() const {
+    return std::all_of(ranks_.begin(), ranks_.end(), [](const Rank& r) { return r.ended; });
   }
 
   const LaunchOptions& options_;
   const std::string secret_;
-  const int port_;
+  int port_ = 0;
+  Fd reserved_;  ///< the port stays ours until rank 0 listens there
+  Signals signals_;
+  Fd guard_read_, guard_write_;
+  pid_t guardian_ = -1;
   std::vector<Rank> ranks_;
+  int status_ = 0;
+  int num_signals_ = 0;
+  bool ending_ = false;
+  Clock::time_point kill_at_ = Clock::time_point::max();
+  Clock::time_point timeout_at_ = Clock::time_point::max();
 };
+
+Job::~Job() {
+  kill_all(SIGKILL);
+  for (const Rank& r : ranks_) waitpid(r.pid, nullptr, 0);
+  if (guardian_ < 0) return;
+  [[maybe_unused]] const ssize_t n = write(guard_write_.get(), "", 1);  // all is well: it only has to go
+  waitpid(guardian_, nullptr, 0);
+}
+
+int Job::run() {
+  ranks_.reserve(static_cast<size_t>(options_.num_ranks));
+  for (int rank = 0; rank < options_.num_ranks; ++rank) {
+    if (!start(rank)) return status_;
+  }
+  start_guardian();
+  if (options_.timeout_s > 0) timeout_at_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(options_.timeout_s));
+  while (!all_ended()) {
+    wait_for_something();
+    handle_signals();
+    look_for_ended();
+    if (!ending_ && Clock::now() >= timeout_at_) {
+      std::fprintf(stderr, "turnout launch: the timeout of %g s is over; ending all ranks\n", options_.timeout_s);
+      end(124);
+    }
+    if (Clock::now() >= kill_at_) {
+      kill_all(SIGKILL);
+      kill_at_ = Clock::time_point::max();
+    }
+  }
+  kill_all(SIGKILL);  // what ranks that have ended left running
+  drain();
+  return status_;
+}
+
+std::vector<std::string> Job::environment_of(int rank) const {
+  std::vector<std::string> all = {"TURNOUT_RANK=" + std::to_string(rank),       "TURNOUT_NUM_RANKS=" + std::to_string(options_.num_ranks),
+                                  "TURNOUT_LOCAL_RANK=" + std::to_string(rank), "TURNOUT_ROOT=127.0.0.1",
+                                  "TURNOUT_PORT=" + std::to_string(port_),      "TURNOUT_JOB=launch-" + std::to_string(getpid()),
+                                  "TURNOUT_SECRET=" + secret_};
+  const size_t num_ours = all.size();
+  for (char** entry = environ; entry && *entry; ++entry) {
+    const std::string_view variable = *entry;
+    const std::string_view name = variable.substr(0, variable.find('=') + 1);
+    const bool ours = std::any_of(all.begin(), all.begin() + static_cast<ptrdiff_t>(num_ours), [&](const std::string& s) { return s.starts_with(name); });
+    // Those two speak of several hosts; here loopback is right.
+    if (!ours && name != "TURNOUT_INTERFACE=" && name != "TURNOUT_SECRET_FILE=") all.emplace_back(variable);
+  }
+  return all;
+}
+
+/// In the child, until exec. `trouble` is where errno goes if that fails.
+void Job::become_rank(int rank, Rank& r, pid_t launcher, std::array<Fd, 2>& write_ends, int trouble) const {
+  setpgid(0, 0);
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (getppid() != launcher) _exit(127);
+  // A process in the background may not read the terminal, and only one can have other input.
+  if (rank != 0 || isatty(STDIN_FILENO)) {
+    const int null = open("/dev/null", O_RDONLY | O_CLOEXEC);
+    if (null >= 0) dup2(null, STDIN_FILENO);
+  }
+  for (size_t i = 0; i < r.outputs.size(); ++i) {
+    if (write_ends[i]) dup2(write_ends[i].get(), i == 0 ? STDOUT_FILENO : STDERR_FILENO);
+  }
+  auto pointers = [](const std::vector<std::string>& words) {
+    std::vector<char*> out;
+    for (const std::string& word : words) out.push_back(const_cast<char*>(word.c_str()));
+    out.push_back(nullptr);
+    return out;
+  };
+  const std::vector<std::string> environment = environment_of(rank);
+  const auto arguments = pointers(options_.command), variables = pointers(environment);
+  signals_.restore();
+  execvpe(arguments[0], arguments.data(), variables.data());
+  const int error = errno;
+  [[maybe_unused]] const ssize_t n = write(trouble, &error, sizeof error);
+  _exit(127);
+}
+
+bool Job::start(int rank) {
+  auto [trouble_read, trouble_write] = make_pipe();
+  Rank r;
+  std::array<Fd, 2> write_ends;
+  for (size_t i = 0; options_.tag && i < write_ends.size(); ++i) {
+    std::tie(r.outputs[i].from, write_ends[i]) = make_pipe();
+    r.outputs[i].to = i == 0 ? stdout : stderr;
+  }
+  std::fflush(nullptr);
+  const pid_t launcher = getpid();
+  r.pid = fork();
+  if (r.pid < 0) throw TransportError("launch: cannot start rank " + std::to_string(rank) + ": " + reason());
+  if (r.pid == 0) become_rank(rank, r, launcher, write_ends, trouble_write.get());
+  setpgid(r.pid, r.pid);  // whoever of the two comes first
+  ranks_.push_back(std::move(r));
+  trouble_write.reset();
+  int error = 0;
+  if (read(trouble_read.get(), &error, sizeof error) != sizeof error) return true;
+  std::fprintf(stderr, "turnout launch: cannot run '%s': %s\n", options_.command[0].c_str(), reason(error).c_str());
+  status_ = error == ENOENT ? 127 : 126;
+  return false;
+}
+
+/// A process that does nothing but notice our end, however sudden: then it kills what the ranks have started. (The ranks
+/// themselves have the kernel's word for that, but their children do not.)
+void Job::start_guardian() {
+  guardian_ = fork();
+  if (guardian_ < 0) throw TransportError("launch: cannot start a process: " + reason());
+  if (guardian_ > 0) return;
+  setpgid(0, 0);
+  sigset_t all;
+  sigfillset(&all);
+  sigprocmask(SIG_BLOCK, &all, nullptr);
+  guard_write_.reset();
+  reserved_.reset();
+  // It must not keep open what others wait to see closed.
+  for (int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) close(fd);
+  for (Rank& r : ranks_) {
+    for (Output& o : r.outputs) o.from.reset();
+  }
+  char byte;
+  ssize_t n;
+  while ((n = read(guard_read_.get(), &byte, 1)) < 0 && errno == EINTR) {
+  }
+  if (n == 0) kill_all(SIGKILL);
+  _exit(0);
+}
+
+void Job::wait_for_something() {
+  std::vector<pollfd> polled = {{.fd = signals_.fd(), .events = POLLIN, .revents = 0}};
+  for (const Rank& r : ranks_) {
+    for (const Output& o : r.outputs) polled.push_back({.fd = o.from.get(), .events = POLLIN, .revents = 0});  // -1 is passed over
+  }
+  const auto next = std::min({kill_at_, ending_ ? Clock::time_point::max() : timeout_at_, Clock::now() + std::chrono::hours(1)});
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(next - Clock::now()).count();
+  if (poll(polled.data(), polled.size(), static_cast<int>(std::max<int64_t>(left, 0))) <= 0) return;
+  for (size_t i = 1; i < polled.size(); ++i) {
+    if (polled[i].revents) ranks_[(i - 1) / 2].outputs[(i - 1) % 2].pass_on(static_cast<int>((i - 1) / 2));
+  }
+}
+
+void Job::look_for_ended() {
+  for (size_t rank = 0; rank < ranks_.size(); ++rank) {
+    siginfo_t info{};
+    Rank& r = ranks_[rank];
+    if (r.ended || waitid(P_PID, static_cast<id_t>(r.pid), &info, WEXITED | WNOHANG | WNOWAIT) != 0 || info.si_pid != r.pid) continue;
+    r.ended = true;
+    const bool exited = info.si_code == CLD_EXITED;
+    if ((exited && info.si_status == 0) || ending_) continue;
+    std::fprintf(stderr, "turnout launch: rank %zu %s %d%s\n", rank, exited ? "exited with status" : "was killed by signal", info.si_status,
+                 all_ended() ? "" : "; ending the others");
+    end(exited ? info.si_status : 128 + info.si_status);
+  }
+}
+
+void Job::handle_signals() {
+  while (const int number = signals_.next()) {
+    if (number == SIGCHLD) continue;
+    kill_all(++num_signals_ == 1 ? number : SIGKILL);
+  }
+}
+
+void Job::end(int status) {
+  ending_ = true;
+  status_ = status;
+  kill_all(SIGTERM);
+  kill_at_ = Clock::now() + kGrace;
+}
+
+void Job::kill_all(int number) const {
+  for (const Rank& r : ranks_) kill(-r.pid, number);
+}
+
+/// What ranks have written and we have not read; a second at most, should somebody else hold their pipes.
+void Job::drain() {
+  const auto deadline = Clock::now() + std::chrono::seconds(1);
+  for (size_t rank = 0; rank < ranks_.size(); ++rank) {
+    for (Output& o : ranks_[rank].outputs) {
+      while (o.from && bootstrap::wait_for(o.from.get(), POLLIN, deadline) && o.pass_on(static_cast<int>(rank))) {
+      }
+    }
+  }
+}
 
 }  // namespace
 
 int run_launch(const LaunchOptions& options) {
   if (options.num_ranks < 1) throw InvalidArgument("launch: the number of ranks is " + std::to_string(options.num_ranks) + ", but must be 1 or more");
   if (options.command.empty()) throw InvalidArgument("launch: no command; write `turnout launch -n N -- PROGRAM ARGUMENTS`");
-  struct sigaction action {};
-  action.sa_handler = catch_signal;
-  sigaction(SIGINT, &action, nullptr);
-  sigaction(SIGTERM, &action, nullptr);
-  Job job(options);
-  return job.wait();
+  return Job(options).run();
 }
 
 }  // namespace turnout::tools

@@ -62,7 +62,7 @@ bool Call::exchange_headers() {
 
 void Call::send_header(int peer) {
   thread_local std::vector<std::byte> bytes;
-  bytes.assign(context_->layout.header_bytes, std::byte{0});
+  if (bytes.size() < context_->layout.header_bytes) bytes.resize(context_->layout.header_bytes);
   std::memcpy(bytes.data(), &mine_, sizeof mine_);
   std::byte* table = bytes.data() + sizeof mine_;
   std::memcpy(table, my_rows_.data(), my_rows_.size() * sizeof(int32_t));
@@ -105,6 +105,8 @@ void Call::take_header(int source) {
 }
 
 void Call::check_headers() const {
+  const bool agreed = std::all_of(headers_.begin(), headers_.end(), [&](const Header& h) { return !h.refused && h.facts == headers_[0].facts; });
+  if (agreed) return;
   std::string refusers;
   for (int source = 0; source < context_->num_ranks; ++source) {
     if (header(source).refused) refusers += (refusers.empty() ? "" : ", ") + std::to_string(source);

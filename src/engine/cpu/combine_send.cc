@@ -10,7 +10,7 @@ using core::BufferLayout;
 using internal::Routing;
 
 namespace {
-constexpr int64_t kMostRecordsPerSignal = 16;
+constexpr int64_t kBytesPerSignal = 64 << 10;
 }
 
 bool CombineCall::send() {
@@ -26,7 +26,7 @@ bool CombineCall::send_to(int source) {
   int64_t& next = next_[at];
   if (next >= count || !header_sent(source)) return false;
   const int64_t taken = std::min(count_of(source, BufferLayout::kSpace), next);
-  const int64_t batch = std::min({count - next, slots_ - (next - taken), std::max<int64_t>(1, std::min(kMostRecordsPerSignal, slots_ / 4))});
+  const int64_t batch = std::min({count - next, slots_ - (next - taken), std::max<int64_t>(1, std::min(kBytesPerSignal / static_cast<int64_t>(record_bytes_), slots_ / 4))});
   if (batch <= 0) return false;
   const size_t ring = context_->layout.ring_at(lane_, copy_, context_->rank);
   std::byte* there = context_->window->peer_ptr(source);

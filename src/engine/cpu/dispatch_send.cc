@@ -12,8 +12,8 @@ namespace {
 /// In low_latency mode fewer bytes than this to one rank travel with the header; more are worth a look at all headers
 /// first, because they can then be put in place in one pass.
 constexpr int64_t kEagerBytes = 16 << 10;
-/// Records between two signals: enough to amortise the signal, few enough that the receiver starts early.
-constexpr int64_t kMostRecordsPerSignal = 16;
+/// Bytes between two signals: enough to amortise the signal, few enough that the receiver starts early.
+constexpr int64_t kBytesPerSignal = 64 << 10;
 }  // namespace
 
 void DispatchCall::make_offer() {
@@ -117,7 +117,7 @@ bool DispatchCall::send_stream(int peer) {
   if (next >= count) return false;
   const int64_t taken = count_of(peer, BufferLayout::kSpace);
   const auto slots = static_cast<int64_t>(context_->layout.ring_bytes / format_.record_bytes);
-  const int64_t batch = std::min({count - next, slots - (next - std::min(taken, next)), std::max<int64_t>(1, std::min(kMostRecordsPerSignal, slots / 4))});
+  const int64_t batch = std::min({count - next, slots - (next - std::min(taken, next)), std::max<int64_t>(1, std::min(kBytesPerSignal / static_cast<int64_t>(format_.record_bytes), slots / 4))});
   if (batch <= 0) return false;
   const int64_t first = next;
   context_->parallel_for(batch, 2, [&](int64_t from, int64_t to) {

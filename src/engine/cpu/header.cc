@@ -41,6 +41,7 @@ std::string fact_text(size_t fact, int64_t value) {
 
 std::string disagreement(std::span<const CallFacts> facts) {
   std::string table;
+  if (std::all_of(facts.begin(), facts.end(), [&](const CallFacts& f) { return f == facts[0]; })) return table;
   for (size_t fact = 0; fact < kNumFacts; ++fact) {
     const int64_t first = values_of(facts[0])[fact];
     const bool same = std::all_of(facts.begin(), facts.end(), [&](const CallFacts& f) { return values_of(f)[fact] == first; });
