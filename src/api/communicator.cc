@@ -1,25 +1,38 @@
 // Communicator: bootstrap, transport and topology of a group.
 #include "turnout/communicator.h"
 
+#include <cstring>
 #include <exception>
 #include <thread>
 
 #include "api/communicator_impl.h"
 #include "transport/registry.h"
+#include "util/env.h"
 
 namespace turnout {
 inline namespace v0 {
 
 namespace {
 
-/// Ranks of one node share memory here; a caller may say otherwise.
-core::Topology topology_of(const CommunicatorOptions& options, int num_ranks) {
-  if (options.node_of_rank.empty()) return core::Topology::single(num_ranks);
-  if (static_cast<int>(options.node_of_rank.size()) != num_ranks) {
+/// Ranks that reach each other by load and store are one node, unless the caller or TURNOUT_NODE_ID says otherwise.
+core::Topology topology_of(const CommunicatorOptions& options, Bootstrap& bootstrap) {
+  const int num_ranks = bootstrap.num_ranks();
+  if (!options.node_of_rank.empty() && static_cast<int>(options.node_of_rank.size()) != num_ranks) {
     throw InvalidArgument("CommunicatorOptions: node_of_rank has " + std::to_string(options.node_of_rank.size()) + " entries for " +
                           std::to_string(num_ranks) + " ranks");
   }
-  return core::Topology::of(options.node_of_rank);
+  const auto me = static_cast<size_t>(bootstrap.rank());
+  const int mine = options.node_of_rank.empty() ? util::env().node_id.value_or(0) : options.node_of_rank[me];
+  std::vector<int> labels;
+  for (const auto& bytes : bootstrap.all_gather("nodes", std::as_bytes(std::span(&mine, 1)))) {
+    int label = 0;
+    if (bytes.size() == sizeof label) std::memcpy(&label, bytes.data(), sizeof label);
+    labels.push_back(label);
+  }
+  if (!options.node_of_rank.empty() && labels != options.node_of_rank) {
+    throw InvalidArgument("CommunicatorOptions: ranks disagree about node_of_rank");
+  }
+  return core::Topology::of(labels);
 }
 
 }  // namespace
@@ -32,7 +45,7 @@ Communicator::~Communicator() = default;
 Communicator Communicator::from_bootstrap(std::unique_ptr<Bootstrap> bootstrap, const CommunicatorOptions& options) {
   auto impl = std::make_shared<internal::CommunicatorImpl>();
   impl->options = options;
-  impl->topology = topology_of(options, bootstrap->num_ranks());
+  impl->topology = topology_of(options, *bootstrap);
   impl->transport = transport::make_transport({.bootstrap = *bootstrap, .name = options.transport, .scheduler_seed = options.scheduler_seed});
   impl->bootstrap = std::move(bootstrap);
   return Communicator(std::move(impl));

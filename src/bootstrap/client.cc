@@ -107,7 +107,8 @@ void RemoteStore::set(const std::string& key, std::span<const std::byte> value) 
     throw InvalidArgument("store: a key has " + std::to_string(key.size()) + " bytes, but must have 1 to " + std::to_string(kMostKeyBytes));
   }
   if (value.size() > kMostValueBytes) {
-    throw InvalidArgument("store: the value of " + key + " has " + std::to_string(value.size()) + " bytes, more than " + std::to_string(kMostValueBytes));
+    throw InvalidArgument("store: the value of " + key + " has " + std::to_string(value.size()) + " bytes, more than " +
+                          std::to_string(kMostValueBytes));
   }
   if (!send({.type = MessageType::set, .key = key, .value = value}, Clock::now() + kSendTime)) fail("the connection is closed");
 }
@@ -135,7 +136,8 @@ std::optional<std::vector<std::byte>> RemoteStore::get(const std::string& key, s
       return it->second;
     }
     if (Clock::now() >= deadline) {
-      WaitRecord record{.rank = rank_, .peers = {0}, .call = "bootstrap", .epoch = id, .phase = "store", .expected = 1, .seen = 0, .peer_state = "silent"};
+      WaitRecord record{
+          .rank = rank_, .peers = {0}, .call = "bootstrap", .epoch = id, .phase = "store", .expected = 1, .seen = 0, .peer_state = "silent"};
       throw PeerTimeout("the store of rank 0 (" + where_ + ") has not answered rank " + std::to_string(rank_) + " for " + std::to_string(wait) +
                             " ms and 2 s more: is its process stopped?",
                         record);

@@ -64,7 +64,7 @@ class RemoteStore final : public Store {
   bool reading_ = false;
   uint64_t next_id_ = 0;
   std::map<uint64_t, std::optional<std::vector<std::byte>>> answers_;
-  std::string gone_;  ///< why there is no connection any more; empty: there is
+  std::string gone_;                                        ///< why there is no connection any more; empty: there is
   std::map<std::string, std::vector<std::byte>> farewell_;  ///< what rank 0 held when it closed
 };
 

@@ -30,7 +30,8 @@ class Variables {
     int n = 0;
     const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), n);
     if (error != std::errc() || end != value.data() + value.size() || n < least || n > most) {
-      throw InvalidArgument(std::string(name) + " is '" + value + "', but must be an integer from " + std::to_string(least) + " to " + std::to_string(most));
+      throw InvalidArgument(std::string(name) + " is '" + value + "', but must be an integer from " + std::to_string(least) + " to " +
+                            std::to_string(most));
     }
     return n;
   }
@@ -139,16 +140,16 @@ int port_of_job(const std::string& job) {
 void complete(Found& f, const Variables& v) {
   LaunchInfo& info = f.info;
   if (info.rank >= info.num_ranks) {
-    throw InvalidArgument("the environment of " + info.launcher + " says rank " + std::to_string(info.rank) + " of " + std::to_string(info.num_ranks) +
-                          " ranks: ranks go from 0 to " + std::to_string(info.num_ranks - 1));
+    throw InvalidArgument("the environment of " + info.launcher + " says rank " + std::to_string(info.rank) + " of " +
+                          std::to_string(info.num_ranks) + " ranks: ranks go from 0 to " + std::to_string(info.num_ranks - 1));
   }
   if (!v.turnout.job.empty()) info.job = v.turnout.job;
   const std::string master = v.text("MASTER_ADDR");
   info.root_address = !v.turnout.root.empty() ? v.turnout.root : !master.empty() ? master : f.one_host ? "127.0.0.1" : f.root;
   if (info.num_ranks == 1 && info.root_address.empty()) info.root_address = "127.0.0.1";
   if (info.root_address.empty()) {
-    throw InvalidArgument("the environment of " + info.launcher + " does not say where rank 0 runs, and nothing shows that all ranks share one host: " +
-                          f.hint);
+    throw InvalidArgument("the environment of " + info.launcher +
+                          " does not say where rank 0 runs, and nothing shows that all ranks share one host: " + f.hint);
   }
   if (info.root_address.size() > 2 && info.root_address.front() == '[' && info.root_address.back() == ']') {
     info.root_address = info.root_address.substr(1, info.root_address.size() - 2);

@@ -20,15 +20,15 @@ inline constexpr size_t kMostBody = kMostValueBytes + kMostKeyBytes + 64;
 inline constexpr size_t kFrameHeader = 5;
 
 enum class MessageType : uint8_t {
-  hello = 1,   ///< client: version, rank, num_ranks, nonce
-  challenge,   ///< server: nonce
-  proof,       ///< client, then server: HMAC over both nonces
-  refused,     ///< server: code and text, then it closes
-  set,         ///< client: key, value; server, before it closes: what it still holds
-  erase,       ///< client: key
-  get,         ///< client: id, timeout, key
-  value,       ///< server: id, bytes
-  absent,      ///< server: id
+  hello = 1,  ///< client: version, rank, num_ranks, nonce
+  challenge,  ///< server: nonce
+  proof,      ///< client, then server: HMAC over both nonces
+  refused,    ///< server: code and text, then it closes
+  set,        ///< client: key, value; server, before it closes: what it still holds
+  erase,      ///< client: key
+  get,        ///< client: id, timeout, key
+  value,      ///< server: id, bytes
+  absent,     ///< server: id
 };
 
 enum class Refusal : uint8_t { version = 1, secret, num_ranks, rank_taken, rank_range };
@@ -52,8 +52,8 @@ std::vector<std::byte> encode(const Message& message);
 struct Parsed {
   enum class Status { incomplete, ok, bad } status = Status::incomplete;
   Message message;
-  size_t num_bytes = 0;  ///< ok: bytes of the frame, MAC included
-  Bytes covered, mac;    ///< ok: what the MAC covers, and the MAC (empty in the handshake)
+  size_t num_bytes = 0;     ///< ok: bytes of the frame, MAC included
+  Bytes covered, mac;       ///< ok: what the MAC covers, and the MAC (empty in the handshake)
   const char* reason = "";  ///< bad: why
 };
 

@@ -111,7 +111,8 @@ HostSecret::HostSecret(std::string path) : path_(std::move(path)), secret_(hex(r
       std::string other_pid, other_start;
       fields >> other_pid >> other_start;
       if (!other_start.empty() && start_of(other_pid) == other_start) {
-        trouble = "process " + other_pid + " of this host is forming a job of the same name and port (" + path_ + "): set TURNOUT_JOB or TURNOUT_PORT";
+        trouble =
+            "process " + other_pid + " of this host is forming a job of the same name and port (" + path_ + "): set TURNOUT_JOB or TURNOUT_PORT";
       } else {
         unlink(path_.c_str());
       }

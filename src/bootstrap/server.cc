@@ -179,7 +179,8 @@ void Server::handle(Connection& c, const Parsed& frame) {
 
 void Server::challenge(Connection& c, const Message& hello) {
   if (hello.version != kProtocolVersion) {
-    return refuse(c, Refusal::version, "rank 0 speaks version " + std::to_string(kProtocolVersion) + " of the rendezvous, not " + std::to_string(hello.version));
+    return refuse(c, Refusal::version,
+                  "rank 0 speaks version " + std::to_string(kProtocolVersion) + " of the rendezvous, not " + std::to_string(hello.version));
   }
   const Digest nonce = random_digest();
   c.rank = hello.rank;
@@ -194,7 +195,8 @@ void Server::admit(Connection& c, const Message& proof) {
   // From here on the words of the other side are those of a rank of this job.
   const std::string rank = "rank " + std::to_string(c.rank);
   if (c.num_ranks != static_cast<uint32_t>(options_.num_ranks)) {
-    return refuse(c, Refusal::num_ranks, rank + " counts " + std::to_string(c.num_ranks) + " ranks, rank 0 counts " + std::to_string(options_.num_ranks));
+    return refuse(c, Refusal::num_ranks,
+                  rank + " counts " + std::to_string(c.num_ranks) + " ranks, rank 0 counts " + std::to_string(options_.num_ranks));
   }
   if (c.rank >= c.num_ranks) return refuse(c, Refusal::rank_range, rank + " of " + std::to_string(c.num_ranks) + " ranks");
   if (!joined_.insert(c.rank).second) return refuse(c, Refusal::rank_taken, rank + " has joined already: two processes were given the same rank");

@@ -191,7 +191,8 @@ Fd listen_on(const Address& address) {
                          ": set TURNOUT_PORT to a free one, the same on all ranks");
   }
   if (errno == EACCES) {
-    throw TransportError("port " + std::to_string(address.port()) + " of the rendezvous may not be opened by this user: set TURNOUT_PORT to 1024 or more");
+    throw TransportError("port " + std::to_string(address.port()) +
+                         " of the rendezvous may not be opened by this user: set TURNOUT_PORT to 1024 or more");
   }
   return {};
 }

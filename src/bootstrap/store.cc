@@ -136,8 +136,8 @@ class StoreBootstrap final : public Bootstrap {
     std::string group = name_ + "/" + std::string(name);
     for (size_t i = 0; i < members.size(); ++i) {
       if (members[i] < 0 || members[i] >= num_ranks_ || (i > 0 && members[i] <= members[i - 1])) {
-        throw InvalidArgument("sub_group: members must be ascending ranks, 0 to " + std::to_string(num_ranks_ - 1) + "; members[" + std::to_string(i) +
-                              "] is " + std::to_string(members[i]));
+        throw InvalidArgument("sub_group: members must be ascending ranks, 0 to " + std::to_string(num_ranks_ - 1) + "; members[" +
+                              std::to_string(i) + "] is " + std::to_string(members[i]));
       }
       if (members[i] == rank_) my_index = static_cast<int>(i);
       group.append(".").append(std::to_string(members[i]));
@@ -174,8 +174,8 @@ class StoreBootstrap final : public Bootstrap {
   }
 
   [[noreturn]] void differ(uint64_t number, std::string_view step, int peer, const std::string& their_step) const {
-    throw InvalidArgument("bootstrap step " + std::to_string(number) + " of '" + name_ + "': ranks are at different steps; rank " + std::to_string(rank_) +
-                          " is at '" + std::string(step) + "', rank " + std::to_string(peer) + " at '" + their_step +
+    throw InvalidArgument("bootstrap step " + std::to_string(number) + " of '" + name_ + "': ranks are at different steps; rank " +
+                          std::to_string(rank_) + " is at '" + std::string(step) + "', rank " + std::to_string(peer) + " at '" + their_step +
                           "': all ranks must make the same collective calls in the same order");
   }
 

@@ -130,7 +130,8 @@ class Joining {
   /// Names may appear, and rank 0 may move its port open, while we wait: asked again for every attempt.
   std::vector<Address> targets() {
     if (info_.rank == 0) return {own_};
-    if (!options_.interface.empty() && (one_host_ || is_loopback_name(info_.root_address))) return interface_addresses(options_.interface, info_.port);
+    if (!options_.interface.empty() && (one_host_ || is_loopback_name(info_.root_address)))
+      return interface_addresses(options_.interface, info_.port);
     if (one_host_ && !is_loopback_name(info_.root_address)) return {loopback(AF_INET, info_.port), loopback(AF_INET6, info_.port)};
     return resolve(info_.root_address, info_.port, last_error_);
   }

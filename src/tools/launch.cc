@@ -104,6 +104,40 @@ class Signals {
   Fd fd_;
 };
 
+/// What a rank's process needs until exec, made before the fork: after it, memory of a process with threads is not to be had.
+struct Start {
+  int rank = 0;
+  pid_t launcher = getpid();
+  std::array<Fd, 2> outputs;  ///< its ends, if its lines are tagged
+  Fd trouble;                 ///< where errno goes if exec fails
+  std::vector<char*> arguments, environment;
+
+  static std::vector<char*> pointers(const std::vector<std::string>& words) {
+    std::vector<char*> out;
+    for (const std::string& word : words) out.push_back(const_cast<char*>(word.c_str()));
+    out.push_back(nullptr);
+    return out;
+  }
+
+  [[noreturn]] void become_rank(const Signals& signals) const {
+    setpgid(0, 0);
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    if (getppid() != launcher) _exit(127);
+    // A process in the background may not read the terminal, and only one can have other input.
+    if (rank != 0 || isatty(STDIN_FILENO)) {
+      const int null = open("/dev/null", O_RDONLY | O_CLOEXEC);
+      if (null >= 0) dup2(null, STDIN_FILENO);
+    }
+    if (outputs[0]) dup2(outputs[0].get(), STDOUT_FILENO);
+    if (outputs[1]) dup2(outputs[1].get(), STDERR_FILENO);
+    signals.restore();
+    execvpe(arguments[0], arguments.data(), environment.data());
+    const int error = errno;
+    [[maybe_unused]] const ssize_t n = write(trouble.get(), &error, sizeof error);
+    _exit(127);
+  }
+};
+
 class Job {
  public:
   explicit Job(const LaunchOptions& options)
@@ -117,7 +151,6 @@ class Job {
 
  private:
   bool start(int rank);
-  [[noreturn]] void become_rank(int rank, Rank& r, pid_t launcher, std::array<Fd, 2>& write_ends, int trouble) const;
   std::vector<std::string> environment_of(int rank) const;
   void start_guardian();
   void wait_for_something();
@@ -159,7 +192,8 @@ int Job::run() {
     if (!start(rank)) return status_;
   }
   start_guardian();
-  if (options_.timeout_s > 0) timeout_at_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(options_.timeout_s));
+  if (options_.timeout_s > 0)
+    timeout_at_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(options_.timeout_s));
   while (!all_ended()) {
     wait_for_something();
     handle_signals();
@@ -179,67 +213,45 @@ int Job::run() {
 }
 
 std::vector<std::string> Job::environment_of(int rank) const {
-  std::vector<std::string> all = {"TURNOUT_RANK=" + std::to_string(rank),       "TURNOUT_NUM_RANKS=" + std::to_string(options_.num_ranks),
-                                  "TURNOUT_LOCAL_RANK=" + std::to_string(rank), "TURNOUT_ROOT=127.0.0.1",
-                                  "TURNOUT_PORT=" + std::to_string(port_),      "TURNOUT_JOB=launch-" + std::to_string(getpid()),
+  std::vector<std::string> all = {"TURNOUT_RANK=" + std::to_string(rank),
+                                  "TURNOUT_NUM_RANKS=" + std::to_string(options_.num_ranks),
+                                  "TURNOUT_LOCAL_RANK=" + std::to_string(rank),
+                                  "TURNOUT_ROOT=127.0.0.1",
+                                  "TURNOUT_PORT=" + std::to_string(port_),
+                                  "TURNOUT_JOB=launch-" + std::to_string(getpid()),
                                   "TURNOUT_SECRET=" + secret_};
   const size_t num_ours = all.size();
   for (char** entry = environ; entry && *entry; ++entry) {
     const std::string_view variable = *entry;
     const std::string_view name = variable.substr(0, variable.find('=') + 1);
-    const bool ours = std::any_of(all.begin(), all.begin() + static_cast<ptrdiff_t>(num_ours), [&](const std::string& s) { return s.starts_with(name); });
+    const bool ours =
+        std::any_of(all.begin(), all.begin() + static_cast<ptrdiff_t>(num_ours), [&](const std::string& s) { return s.starts_with(name); });
     // Those two speak of several hosts; here loopback is right.
     if (!ours && name != "TURNOUT_INTERFACE=" && name != "TURNOUT_SECRET_FILE=") all.emplace_back(variable);
   }
   return all;
 }
 
-/// In the child, until exec. `trouble` is where errno goes if that fails.
-void Job::become_rank(int rank, Rank& r, pid_t launcher, std::array<Fd, 2>& write_ends, int trouble) const {
-  setpgid(0, 0);
-  prctl(PR_SET_PDEATHSIG, SIGKILL);
-  if (getppid() != launcher) _exit(127);
-  // A process in the background may not read the terminal, and only one can have other input.
-  if (rank != 0 || isatty(STDIN_FILENO)) {
-    const int null = open("/dev/null", O_RDONLY | O_CLOEXEC);
-    if (null >= 0) dup2(null, STDIN_FILENO);
-  }
-  for (size_t i = 0; i < r.outputs.size(); ++i) {
-    if (write_ends[i]) dup2(write_ends[i].get(), i == 0 ? STDOUT_FILENO : STDERR_FILENO);
-  }
-  auto pointers = [](const std::vector<std::string>& words) {
-    std::vector<char*> out;
-    for (const std::string& word : words) out.push_back(const_cast<char*>(word.c_str()));
-    out.push_back(nullptr);
-    return out;
-  };
-  const std::vector<std::string> environment = environment_of(rank);
-  const auto arguments = pointers(options_.command), variables = pointers(environment);
-  signals_.restore();
-  execvpe(arguments[0], arguments.data(), variables.data());
-  const int error = errno;
-  [[maybe_unused]] const ssize_t n = write(trouble, &error, sizeof error);
-  _exit(127);
-}
-
+/// False, with the status to return, if there is no such program.
 bool Job::start(int rank) {
-  auto [trouble_read, trouble_write] = make_pipe();
   Rank r;
-  std::array<Fd, 2> write_ends;
-  for (size_t i = 0; options_.tag && i < write_ends.size(); ++i) {
-    std::tie(r.outputs[i].from, write_ends[i]) = make_pipe();
+  Start start{.rank = rank, .outputs = {}, .trouble = {}, .arguments = Start::pointers(options_.command), .environment = {}};
+  const std::vector<std::string> environment = environment_of(rank);
+  start.environment = Start::pointers(environment);
+  Fd trouble;
+  std::tie(trouble, start.trouble) = make_pipe();
+  for (size_t i = 0; options_.tag && i < r.outputs.size(); ++i) {
+    std::tie(r.outputs[i].from, start.outputs[i]) = make_pipe();
     r.outputs[i].to = i == 0 ? stdout : stderr;
   }
-  std::fflush(nullptr);
-  const pid_t launcher = getpid();
   r.pid = fork();
   if (r.pid < 0) throw TransportError("launch: cannot start rank " + std::to_string(rank) + ": " + reason());
-  if (r.pid == 0) become_rank(rank, r, launcher, write_ends, trouble_write.get());
+  if (r.pid == 0) start.become_rank(signals_);
   setpgid(r.pid, r.pid);  // whoever of the two comes first
   ranks_.push_back(std::move(r));
-  trouble_write.reset();
+  start.trouble.reset();
   int error = 0;
-  if (read(trouble_read.get(), &error, sizeof error) != sizeof error) return true;
+  if (read(trouble.get(), &error, sizeof error) != sizeof error) return true;
   std::fprintf(stderr, "turnout launch: cannot run '%s': %s\n", options_.command[0].c_str(), reason(error).c_str());
   status_ = error == ENOENT ? 127 : 126;
   return false;

@@ -33,13 +33,18 @@ Variables with(Variables base, const Variables& more) {
 }
 
 const Variables kTorchrun = {{"RANK", "5"}, {"WORLD_SIZE", "8"}, {"LOCAL_RANK", "1"}, {"MASTER_ADDR", "node7"}, {"MASTER_PORT", "29500"}};
-const Variables kOpenMpi = {{"OMPI_COMM_WORLD_RANK", "2"}, {"OMPI_COMM_WORLD_SIZE", "3"}, {"OMPI_COMM_WORLD_LOCAL_RANK", "2"},
-                            {"OMPI_COMM_WORLD_LOCAL_SIZE", "3"}, {"PMIX_NAMESPACE", "1336344577"}};
+const Variables kOpenMpi = {{"OMPI_COMM_WORLD_RANK", "2"},
+                            {"OMPI_COMM_WORLD_SIZE", "3"},
+                            {"OMPI_COMM_WORLD_LOCAL_RANK", "2"},
+                            {"OMPI_COMM_WORLD_LOCAL_SIZE", "3"},
+                            {"PMIX_NAMESPACE", "1336344577"}};
 const Variables kMpich = {{"PMI_RANK", "1"}, {"PMI_SIZE", "4"}, {"MPI_LOCALRANKID", "1"}, {"MPI_LOCALNRANKS", "4"}};
-const Variables kSlurm = {{"SLURM_PROCID", "9"}, {"SLURM_NTASKS", "16"}, {"SLURM_LOCALID", "1"}, {"SLURM_STEP_ID", "0"}, {"SLURM_JOB_ID", "77"},
-                          {"SLURM_STEP_NODELIST", "gpu[03-04]"}, {"SLURM_NNODES", "2"}, {"SLURM_LAUNCH_NODE_IPADDR", "10.0.0.9"}};
-const Variables kTurnout = {{"TURNOUT_RANK", "1"}, {"TURNOUT_NUM_RANKS", "2"}, {"TURNOUT_LOCAL_RANK", "1"},
-                            {"TURNOUT_ROOT", "127.0.0.1"}, {"TURNOUT_PORT", "4711"}, {"TURNOUT_JOB", "launch-1"}};
+const Variables kSlurm = {{"SLURM_PROCID", "9"},  {"SLURM_NTASKS", "16"},
+                          {"SLURM_LOCALID", "1"}, {"SLURM_STEP_ID", "0"},
+                          {"SLURM_JOB_ID", "77"}, {"SLURM_STEP_NODELIST", "gpu[03-04]"},
+                          {"SLURM_NNODES", "2"},  {"SLURM_LAUNCH_NODE_IPADDR", "10.0.0.9"}};
+const Variables kTurnout = {{"TURNOUT_RANK", "1"},         {"TURNOUT_NUM_RANKS", "2"}, {"TURNOUT_LOCAL_RANK", "1"},
+                            {"TURNOUT_ROOT", "127.0.0.1"}, {"TURNOUT_PORT", "4711"},   {"TURNOUT_JOB", "launch-1"}};
 
 void expect(const LaunchInfo& info, int rank, int num_ranks, int local_rank, const std::string& root, const std::string& launcher) {
   EXPECT_EQ(info.rank, rank);
@@ -109,10 +114,20 @@ TEST(LaunchInfo, PortOfEachSource) {
 
 TEST(LaunchInfo, MalformedValuesNameTheirVariable) {
   const std::tuple<Variables, const char*, const char*> cases[] = {
-      {kTorchrun, "RANK", "x"},           {kTorchrun, "RANK", "-1"},      {kTorchrun, "WORLD_SIZE", "0"},          {kTorchrun, "LOCAL_RANK", "1.5"},
-      {kTorchrun, "MASTER_PORT", "0"},    {kTorchrun, "MASTER_PORT", "70000"}, {kOpenMpi, "OMPI_COMM_WORLD_RANK", "2 "}, {kOpenMpi, "OMPI_COMM_WORLD_SIZE", ""},
-      {kMpich, "PMI_SIZE", "four"},       {kSlurm, "SLURM_PROCID", "0x1"},     {kSlurm, "SLURM_NTASKS", "99999999999"},  {kTurnout, "TURNOUT_PORT", "0"},
-      {kTurnout, "TURNOUT_NUM_RANKS", ""}, {kTurnout, "TURNOUT_RANK", ""},
+      {kTorchrun, "RANK", "x"},
+      {kTorchrun, "RANK", "-1"},
+      {kTorchrun, "WORLD_SIZE", "0"},
+      {kTorchrun, "LOCAL_RANK", "1.5"},
+      {kTorchrun, "MASTER_PORT", "0"},
+      {kTorchrun, "MASTER_PORT", "70000"},
+      {kOpenMpi, "OMPI_COMM_WORLD_RANK", "2 "},
+      {kOpenMpi, "OMPI_COMM_WORLD_SIZE", ""},
+      {kMpich, "PMI_SIZE", "four"},
+      {kSlurm, "SLURM_PROCID", "0x1"},
+      {kSlurm, "SLURM_NTASKS", "99999999999"},
+      {kTurnout, "TURNOUT_PORT", "0"},
+      {kTurnout, "TURNOUT_NUM_RANKS", ""},
+      {kTurnout, "TURNOUT_RANK", ""},
   };
   for (const auto& [base, name, value] : cases) {
     const std::string text = refusal(with(base, {{name, value}}));

@@ -3,6 +3,11 @@
 
 #include <gtest/gtest.h>
 
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <set>
+
 #include "bootstrap/session.h"
 
 namespace turnout::bootstrap {
@@ -109,6 +114,21 @@ TEST(Message, HelloOfAnotherVersionIsUnderstoodThatFar) {
   const Parsed parsed = parse(hello, false);
   EXPECT_EQ(parsed.status, Status::ok);
   EXPECT_EQ(parsed.message.version, 9);
+}
+
+TEST(Message, SeedsOfTheFuzzerCoverEveryTypeAndOutcome) {
+  std::set<MessageType> types;
+  std::set<Status> outcomes;
+  for (const auto& entry : std::filesystem::directory_iterator(TURNOUT_CORPUS)) {
+    std::ifstream file(entry.path(), std::ios::binary);
+    const std::string text((std::istreambuf_iterator<char>(file)), {});
+    ASSERT_FALSE(text.empty()) << entry.path();
+    const Parsed parsed = parse(bytes_of(std::string_view(text).substr(1)), text[0] == 1);
+    outcomes.insert(parsed.status);
+    if (parsed.status == Status::ok) types.insert(parsed.message.type);
+  }
+  EXPECT_EQ(types.size(), 9u);
+  EXPECT_EQ(outcomes.size(), 3u);
 }
 
 TEST(Session, BothSidesProveTheSecret) {

@@ -63,8 +63,8 @@ void form_around(Job& job, const std::function<void()>& before) {
 TEST(Strangers, GarbageIsDroppedAtOnce) {
   Job job(4);
   form_around(job, [&] {
-    const std::string garbage[] = {"GET / HTTP/1.1\r\n\r\n", std::string(5, '\0'), std::string(100'000, '\xff'), std::string("\x01\x00\x00\x00\x01!", 6),
-                                   std::string("\x00\x00\x00\x01\x01", 5)};
+    const std::string garbage[] = {"GET / HTTP/1.1\r\n\r\n", std::string(5, '\0'), std::string(100'000, '\xff'),
+                                   std::string("\x01\x00\x00\x00\x01!", 6), std::string("\x00\x00\x00\x01\x01", 5)};
     for (const std::string& text : garbage) {
       const Fd fd = dial(job);
       say(fd, bytes(text));

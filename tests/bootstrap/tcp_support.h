@@ -45,7 +45,8 @@ class Job {
   std::shared_ptr<Store> open(int rank, std::chrono::milliseconds timeout = std::chrono::seconds(20)) const {
     return bootstrap::open_tcp_store(info(rank), options, timeout);
   }
-  std::unique_ptr<Bootstrap> world(const std::shared_ptr<Store>& store, int rank, std::chrono::milliseconds timeout = std::chrono::seconds(20)) const {
+  std::unique_ptr<Bootstrap> world(const std::shared_ptr<Store>& store, int rank,
+                                   std::chrono::milliseconds timeout = std::chrono::seconds(20)) const {
     return store_bootstrap(store, rank, facts.num_ranks, "world", timeout);
   }
   /// All ranks join and gather once, as threads.
