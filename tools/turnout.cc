@@ -7,6 +7,7 @@
 
 #include "tools/bench.h"
 #include "tools/demo.h"
+#include "tools/environment.h"
 #include "tools/launch.h"
 #include "tools/models.h"
 #include "tools/selftest.h"
@@ -36,6 +37,7 @@ void add_bench(CLI::App& app, tools::BenchOptions& o) {
   c->add_option("--wire", o.wire, "payload, fp32, fp8, rows")->capture_default_str();
   c->add_option("--routing", o.routing, "uniform, zipf:S, one-expert, text:FILE, FILE.npy")->capture_default_str();
   c->add_option("--seed", o.seed, "Of the routing and the rows")->capture_default_str();
+  o.num_threads = tools::default_num_threads();
   c->add_option("--num-threads", o.num_threads, "Threads that move rows, per rank")->capture_default_str()->check(CLI::PositiveNumber);
   CLI::Option* iterations = c->add_option("--iters", o.iterations, "Timed calls of each operation")->check(CLI::PositiveNumber);
   c->add_option("--seconds", o.seconds, "Time for each operation")->capture_default_str()->excludes(iterations);

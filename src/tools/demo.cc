@@ -12,6 +12,7 @@
 #include "tools/bench.h"
 #include "tools/moe_layer.h"
 #include "tools/routing_source.h"
+#include "tools/environment.h"
 #include "tools/self_launch.h"
 #include "turnout/buffer.h"
 
@@ -99,6 +100,7 @@ class Demo {
 
   BufferConfig config() const {
     BufferConfig c;
+    apply_environment(c);
     c.num_experts = layer_.shape().num_experts;
     c.hidden = layer_.shape().hidden;
     c.dtype = layer_.shape().dtype;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include "tools/environment.h"
 
 namespace turnout::tools {
 
@@ -126,6 +127,7 @@ int64_t most_rows(const core::DispatchProblem& p) {
 
 BufferConfig config_for(const core::DispatchProblem& p, int num_results) {
   BufferConfig config;
+  apply_environment(config);
   config.num_experts = p.experts.num_experts();
   config.hidden = p.hidden;
   config.dtype = p.dtype;
