@@ -79,6 +79,20 @@ TEST_P(EngineContract, EqualsTheOracleWhenIssuedAndWaitedFor) {
   }
 }
 
+TEST_P(EngineContract, EqualsTheOracleWhenRowsAreReadInPlace) {
+  RandomLimits l = limits();
+  l.layouts = {Layout::rank_major};
+  l.quantize = false;
+  for (uint64_t seed = 500; seed < 516; ++seed) {
+    RunChoices r = run(seed);
+    r.y_in_lease = true;
+    r.async = seed % 2 == 0;
+    r.repeats = 2;
+    expect_matches_reference(seed, l, r);
+    if (HasFailure()) return;
+  }
+}
+
 std::vector<Case> cases() {
   std::vector<Case> all;
   for (int num_ranks : {1, 2, 3, 4, 5, 7, 8}) {

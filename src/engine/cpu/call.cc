@@ -63,6 +63,7 @@ bool Call::exchange_headers() {
 void Call::send_header(int peer) {
   thread_local std::vector<std::byte> bytes;
   if (bytes.size() < context_->layout.header_bytes) bytes.resize(context_->layout.header_bytes);
+  if (!my_pull_first_.empty()) mine_.pull_first = my_pull_first_[static_cast<size_t>(peer)];
   std::memcpy(bytes.data(), &mine_, sizeof mine_);
   std::byte* table = bytes.data() + sizeof mine_;
   std::memcpy(table, my_rows_.data(), my_rows_.size() * sizeof(int32_t));

@@ -68,6 +68,9 @@ class Call {
   /// Tells every source that its header, ring and block of this call may be reused.
   void consume_all();
 
+  /// Whether `peer` has finished this call.
+  bool has_consumed(int peer) const { return read(peer, core::BufferLayout::kSpace) >= progress_value(epoch_, kAllConsumed); }
+
   const Header& header(int source) const { return headers_[static_cast<size_t>(source)]; }
   /// Rows (dispatch) or records (combine) that `source` sends to `destination`. REQUIRES: header_seen(source).
   int64_t rows(int source, int destination) const {
@@ -96,6 +99,7 @@ class Call {
   // Filled by the derived call before the first exchange_headers().
   Header mine_{};
   std::vector<int32_t> my_rows_;                   ///< [R]
+  std::vector<int64_t> my_pull_first_;         ///< [R] Header::pull_first for each addressee, or empty
   std::vector<std::vector<int32_t>> my_expert_rows_;  ///< [R][local experts of that rank], or empty
 
  private:

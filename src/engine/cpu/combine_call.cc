@@ -34,7 +34,13 @@ CombineCall::CombineCall(std::shared_ptr<Context> context, int lane, uint64_t ep
   for (int node = 0; node < context_->topology.num_nodes(); ++node) {
     for (int rank : context_->topology.ranks_of(node)) rank_order_.push_back(rank);
   }
-  for (int source = 0; source < context_->num_ranks; ++source) {
+  pull_ = can_be_pulled();
+  if (pull_) {
+    mine_.pull_offset = static_cast<const std::byte*>(args_.y.data) - context_->window->local();
+    mine_.pull_stride = args_.y.strides[0] * static_cast<int64_t>(size_of(args_.y.dtype));
+    my_pull_first_.assign(r.recv_begin.begin(), r.recv_begin.end() - 1);
+  }
+  for (int source = 0; source < context_->num_ranks && !pull_; ++source) {
     if (source == context_->rank) continue;
     list_outgoing(source);
     my_rows_[static_cast<size_t>(source)] = static_cast<int32_t>(outgoing_[static_cast<size_t>(source)].size());
@@ -43,6 +49,8 @@ CombineCall::CombineCall(std::shared_ptr<Context> context, int lane, uint64_t ep
   mine_.num_tokens = r.num_tokens;
 
   const size_t row_bytes = hidden * size_of(args_.y.dtype);
+  constexpr size_t kCacheBytes = size_t{4} << 20;
+  large_ = row_bytes * static_cast<size_t>(r.num_tokens) > kCacheBytes;
   if (args_.out.defined()) {
     out_.x = static_cast<std::byte*>(args_.out.data);
     out_.x_stride = args_.out.strides[0] * static_cast<int64_t>(size_of(args_.out.dtype));
@@ -53,6 +61,32 @@ CombineCall::CombineCall(std::shared_ptr<Context> context, int lane, uint64_t ep
   }
   out_.num_lost.assign(static_cast<size_t>(r.num_tokens), 0);
   if (args_.side.defined()) out_.side.assign(static_cast<size_t>(r.num_tokens) * static_cast<size_t>(r.num_topk), 0.0f);
+}
+
+bool CombineCall::can_be_pulled() const {
+  const Routing& r = *routing_;
+  if (r.layout != Layout::rank_major || args_.apply != CombineWeights::none || args_.side.defined()) return false;
+  if (args_.wire != Wire::payload || r.num_recv() == 0) return false;
+  const auto* data = static_cast<const std::byte*>(args_.y.data);
+  const std::byte* arena = context_->window->local();
+  if (data < arena || data >= arena + context_->layout.num_bytes) return false;
+  for (int peer = 0; peer < context_->num_ranks; ++peer) {
+    if (!context_->window->peer_ptr(peer)) return false;
+  }
+  return true;
+}
+
+bool CombineCall::all_pulled() const {
+  for (int peer = 0; peer < context_->num_ranks && pull_; ++peer) {
+    if (peer != context_->rank && !has_consumed(peer)) return false;
+  }
+  return true;
+}
+
+/// The row that `rank` keeps for this rank's token number `ordinal` on it. REQUIRES: its header says so.
+const std::byte* CombineCall::pulled_row(int rank, int64_t ordinal) const {
+  const Header& h = header(rank);
+  return context_->window->peer_ptr(rank) + h.pull_offset + (h.pull_first + ordinal) * h.pull_stride;
 }
 
 DType CombineCall::wire_dtype() const {
@@ -92,11 +126,12 @@ bool CombineCall::progress() {
   }
   moved |= send();
   moved |= reduce();
-  if (checked_ && next_token_ == routing_->num_tokens && sent() && !finished_) {
+  if (checked_ && next_token_ == routing_->num_tokens && sent() && !consumed_) {
     consume_all();
-    finished_ = true;
+    consumed_ = true;
     moved = true;
   }
+  if (consumed_ && !finished_ && all_pulled()) finished_ = moved = true;
   return moved;
 }
 
@@ -131,6 +166,13 @@ Waiting CombineCall::waiting() const {
     w.seen = static_cast<uint64_t>(count_of(peer, BufferLayout::kSpace));
   }
   if (!w.peers.empty()) return w;
+  for (int peer = 0; peer < context_->num_ranks && pull_ && consumed_; ++peer) {
+    if (peer != context_->rank && !has_consumed(peer)) w.peers.push_back(peer);
+  }
+  if (!w.peers.empty()) {
+    w.phase = "consumed";
+    return w;
+  }
   w.phase = "rows";
   for (int source = 0; source < context_->num_ranks; ++source) {
     if (source == context_->rank || stream_ended(source)) continue;

@@ -2,6 +2,9 @@
 // back through the staging ring of the row's source; the source adds a token's partials in the order of the sum tree as
 // soon as all of them are there. Own rows are added where they lie. With wire=rows every expert's row is a record of its
 // own and the source adds them in k order.
+//
+// Rows that are partial sums already (rank_major, no weights, payload wire) and lie in the arena of their rank, as a lease
+// does, are not sent at all: their source reads them in place, and the call ends here once every source has.
 #pragma once
 #include <memory>
 #include <vector>
@@ -53,6 +56,9 @@ class CombineCall final : public Call {
   bool rows_wire() const { return args_.wire == Wire::rows; }
   DType wire_dtype() const;
   bool in_double() const { return args_.y.dtype == DType::fp64; }
+  bool can_be_pulled() const;
+  bool all_pulled() const;
+  const std::byte* pulled_row(int rank, int64_t ordinal) const;
   void list_outgoing(int source);
   const Meta* next_record(int source) const;
   bool stream_ended(int source) const;
@@ -93,6 +99,9 @@ class CombineCall final : public Call {
   std::vector<int64_t> taken_;                   ///< [R] records read
   std::vector<int64_t> released_;                ///< [R] records whose slots were given back
   int64_t next_token_ = 0;
+  bool pull_ = false;   ///< sources read this rank's rows in place
+  bool large_ = false;  ///< the result does not fit in a cache
+  bool consumed_ = false;  ///< this rank needs nothing more of its peers' rows
   bool checked_ = false, finished_ = false, given_up_ = false;
 
   CombineOutcome out_;

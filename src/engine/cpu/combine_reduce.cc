@@ -79,7 +79,9 @@ bool CombineCall::gather_partials(int64_t token, TokenTerms& terms) {
     return i < r.send_begin[at + 1] && r.send_tokens[static_cast<size_t>(i)] == token;
   };
   for (int rank : rank_order_) {
-    if (rank != context_->rank && on_rank(rank) && !next_record(rank) && !stream_ended(rank)) return false;
+    if (rank == context_->rank || !on_rank(rank)) continue;
+    if (!header_seen(rank)) return false;
+    if (header(rank).pull_offset < 0 && !next_record(rank) && !stream_ended(rank)) return false;
   }
   int32_t lost = 0;
   const auto terms_of = [&](int rank) {
@@ -97,6 +99,11 @@ bool CombineCall::gather_partials(int64_t token, TokenTerms& terms) {
       const int64_t ordinal = ordinal_[at]++;
       if (rank == context_->rank) {
         lost += gather_own(ordinal, token, terms);
+        continue;
+      }
+      if (header(rank).pull_offset >= 0) {
+        if (ordinal < r.sent[at]) terms.rows.push_back({pulled_row(rank, ordinal), nullptr});
+        else lost += terms_of(rank);
         continue;
       }
       const Meta* record = next_record(rank);
@@ -213,12 +220,21 @@ bool CombineCall::gather_rows(int64_t token, TokenTerms& terms) {
 void CombineCall::add(const TokenTerms& terms) const {
   thread_local std::vector<std::byte> own, partials;
   thread_local std::vector<RowRef> rows;
+  thread_local std::vector<std::byte> staged;
   rows = terms.rows;
-  std::byte* out = out_.x + terms.token * out_.x_stride;
+  std::byte* const place = out_.x + terms.token * out_.x_stride;
+  const size_t out_bytes = static_cast<size_t>(hidden_) * size_of(args_.y.dtype);
+  std::byte* out = place;
+  if (large_) {
+    // Summed in the first-level cache, then written past the others: the line of the result is not read first.
+    staged.resize(out_bytes);
+    out = staged.data();
+  }
   if (rows_wire()) {
     context_->kernels.sum_rows(rows.data(), args_.apply == CombineWeights::none ? nullptr : terms.weights.data(), static_cast<int>(rows.size()),
                                args_.y.dtype, hidden_, out, nullptr, args_.y.dtype,
                                in_double());
+    if (large_) context_->kernels.copy_row_streaming(place, out, out_bytes);
     return;
   }
   const size_t scales_offset = static_cast<size_t>(core::align_up(static_cast<int64_t>(wire_bytes_), 64));
@@ -254,6 +270,7 @@ void CombineCall::add(const TokenTerms& terms) const {
   }
   context_->kernels.sum_rows(rows.data(), nullptr, static_cast<int>(n), wire_dtype(), hidden_, out, nullptr, args_.y.dtype,
                                in_double());
+  if (large_) context_->kernels.copy_row_streaming(place, out, out_bytes);
 }
 
 }  // namespace turnout::engine

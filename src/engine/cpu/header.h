@@ -42,6 +42,9 @@ struct alignas(64) Header {
   int64_t num_tokens = 0;
   int64_t offer_offset = 0;  ///< the block of the sender's receive region that the addressee may write
   int64_t offer_bytes = 0;   ///< 0: none, send through the staging ring
+  int64_t pull_offset = -1;  ///< combine: the sender's rows lie in its arena from here on, for the addressee to read in place
+  int64_t pull_stride = 0;   ///< bytes between them
+  int64_t pull_first = 0;    ///< the addressee's first row
 };
 
 /// Bytes of a header with its two tables.
