@@ -56,7 +56,8 @@ bool CombineCall::reduce() {
     const auto at = static_cast<size_t>(source);
     if (taken_[at] == released_[at]) continue;
     released_[at] = taken_[at];
-    raise(source, BufferLayout::kSpace, progress_value(epoch_, static_cast<uint64_t>(taken_[at])));
+    // The last records are given back by consume_all().
+    if (!stream_ended(source)) raise(source, BufferLayout::kSpace, progress_value(epoch_, static_cast<uint64_t>(taken_[at])));
   }
   return true;
 }

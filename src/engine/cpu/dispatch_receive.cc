@@ -212,7 +212,8 @@ bool DispatchCall::receive_from(int source, int64_t available) {
   received_[at] = available;
   rows_left_ -= available - first;
   std::atomic_ref(arrived_[at]).store(std::min(available, admitted_here), std::memory_order_release);
-  if (!own) raise(source, BufferLayout::kSpace, progress_value(epoch_, static_cast<uint64_t>(available)));
+  // The last records are given back by consume_all().
+  if (!own && available < rows(source, context_->rank)) raise(source, BufferLayout::kSpace, progress_value(epoch_, static_cast<uint64_t>(available)));
   return true;
 }
 
