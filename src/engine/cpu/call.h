@@ -27,7 +27,7 @@ struct Waiting {
   std::string phase;
   std::vector<int> peers;
   uint64_t expected = 0, seen = 0;
-  bool for_arrival = false;  ///< the peers have not arrived at the call yet
+  bool for_arrival = false;  ///< the peers have not arrived at the call, or were issued it and do not wait for it yet: they may be busy
 };
 
 class Call {

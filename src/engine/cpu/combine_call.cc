@@ -153,6 +153,7 @@ Waiting CombineCall::waiting() const {
   }
   if (!w.peers.empty()) {
     w.phase = "consumed";
+    w.for_arrival = true;
     w.expected = epoch_ - depth;
     w.seen = read(w.peers[0], BufferLayout::kSpace) >> 32;
     return w;
@@ -162,6 +163,7 @@ Waiting CombineCall::waiting() const {
     if (next_[at] >= static_cast<int64_t>(outgoing_[at].size())) continue;
     w.peers.push_back(peer);
     w.phase = "space";
+    w.for_arrival = true;
     w.expected = outgoing_[at].size();
     w.seen = static_cast<uint64_t>(count_of(peer, BufferLayout::kSpace));
   }
@@ -171,6 +173,7 @@ Waiting CombineCall::waiting() const {
   }
   if (!w.peers.empty()) {
     w.phase = "consumed";
+    w.for_arrival = true;
     return w;
   }
   w.phase = "rows";

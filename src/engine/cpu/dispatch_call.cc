@@ -84,14 +84,14 @@ Waiting DispatchCall::waiting() const {
     w.expected = epoch_ - depth;
     w.seen = read(w.peers[0], BufferLayout::kSpace) >> 32;
   }
-  if (missing("consumed", false) || !planned_) return w;
+  if (missing("consumed", true) || !planned_) return w;
   for (int peer = 0; peer < context_->num_ranks; ++peer) {
     if (path(me, peer) != Path::streamed || next_[static_cast<size_t>(peer)] >= my_rows_[static_cast<size_t>(peer)]) continue;
     w.peers.push_back(peer);
     w.expected = static_cast<uint64_t>(my_rows_[static_cast<size_t>(peer)]);
     w.seen = static_cast<uint64_t>(count_of(peer, BufferLayout::kSpace));
   }
-  if (missing("space", false)) return w;
+  if (missing("space", true)) return w;
   for (int source = 0; source < context_->num_ranks; ++source) {
     const auto expected = static_cast<uint64_t>(path(source, me) == Path::direct ? admitted(source, me) : rows(source, me));
     const auto seen = static_cast<uint64_t>(received_[static_cast<size_t>(source)]);
