@@ -151,7 +151,9 @@ std::shared_ptr<PendingImpl> BufferImpl::start(const DispatchArgs& args) {
   auto pending = std::make_shared<PendingImpl>(shared_from_this(), args.lane);
   pending->dispatch = std::make_shared<engine::DispatchCall>(context_, args.lane, epoch, lane.first_epoch(), facts, args, fresh, cached);
   lane.add(pending->dispatch);
+  pending->waited = true;  // a send that fails leaves nothing to drop, and the lane is locked here
   lane.drive(*pending->dispatch, Lane::Until::sent);
+  pending->waited = false;
   return pending;
 }
 
@@ -171,7 +173,9 @@ std::shared_ptr<PendingImpl> BufferImpl::start(const CombineArgs& args) {
   pending->combine = std::make_shared<engine::CombineCall>(context_, args.lane, lane.take_epoch(), lane.first_epoch(), api::facts_of(*context_, args),
                                                            args, args.handle->routing());
   lane.add(pending->combine);
+  pending->waited = true;  // as above
   lane.drive(*pending->combine, Lane::Until::sent);
+  pending->waited = false;
   return pending;
 }
 
