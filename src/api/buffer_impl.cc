@@ -47,6 +47,9 @@ BufferImpl::BufferImpl(std::shared_ptr<CommunicatorImpl> communicator, const Buf
   }
   context_ = std::make_shared<engine::Context>(communicator_->transport, std::move(window), layout, communicator_->topology, config, own, allocator);
   for (int lane = 0; lane < config.num_lanes; ++lane) lanes_.push_back(std::make_unique<Lane>(context_, lane));
+  std::vector<Lane*> siblings;
+  for (auto& lane : lanes_) siblings.push_back(lane.get());
+  for (auto& lane : lanes_) lane->set_siblings(siblings);
 }
 
 /// Every fact of the configuration on every rank, compared; a difference raises on all ranks.

@@ -132,8 +132,10 @@ void DispatchCall::make_room() {
     x_ = static_cast<std::byte*>(args_.out.data);
     const int64_t room = args_.out.ndim == 3 ? args_.out.shape[0] * args_.out.shape[1] : args_.out.shape[0];
     x_stride_ = args_.out.strides[static_cast<size_t>(args_.out.ndim - 2)] * static_cast<int64_t>(size_of(args_.out.dtype));
-    if (room < (r.layout == Layout::expert_slab ? n : r.num_rows)) {
-      misfit_ = "dispatch: out has room for " + std::to_string(room) + " rows, but " + std::to_string(r.num_rows) + " arrived";
+    // What a full expert_major result will hold is not known yet: at most its capacity.
+    const int64_t needed = r.layout == Layout::expert_slab ? n : std::min(r.num_rows, r.result_rows());
+    if (room < needed) {
+      misfit_ = "dispatch: out has room for " + std::to_string(room) + " rows, but " + std::to_string(needed) + " arrived";
     }
   }
 }

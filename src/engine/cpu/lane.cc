@@ -73,6 +73,17 @@ bool Lane::progress_all() {
   return moved;
 }
 
+/// Lanes that some other thread holds are moved by that thread.
+bool Lane::progress_siblings() {
+  bool moved = false;
+  for (Lane* lane : siblings_) {
+    if (lane == this) continue;
+    std::unique_lock lock(lane->mutex, std::try_to_lock);
+    if (lock.owns_lock()) moved |= lane->progress_all();
+  }
+  return moved;
+}
+
 void Lane::drive(Call& call, Until until) {
   transport::Window& window = *context_->window;
   const auto spin = context_->transport->spin();
@@ -97,7 +108,7 @@ void Lane::drive(Call& call, Until until) {
       call.failure = std::current_exception();
       fail(call);
     }
-    window.idle(ticket, spin);
+    if (!progress_siblings()) window.idle(ticket, spin);
     idled = true;
   }
 }

@@ -21,6 +21,8 @@ class Lane {
   std::mutex mutex;
 
   int index() const { return index_; }
+  /// The lanes of the same Buffer: a wait moves theirs, too, lest ranks that wait on different lanes wait for each other.
+  void set_siblings(std::vector<Lane*> siblings) { siblings_ = std::move(siblings); }
   /// The epoch of the next call. REQUIRES: mutex is held, here and below.
   uint64_t take_epoch() { return next_epoch_++; }
   uint64_t next_epoch() const { return next_epoch_; }
@@ -57,6 +59,7 @@ class Lane {
     std::vector<Clock::time_point> beat_at;  ///< when a heartbeat last moved
   };
   void fail(Call& call);
+  bool progress_siblings();
   void check_patience(const Call& call, Patience& patience);
   [[noreturn]] void expire(const Call& call, const Waiting& waiting, const std::vector<int>& peers, const std::string& state,
                            Clock::duration waited, bool gone);
@@ -65,6 +68,7 @@ class Lane {
   const int index_;
   uint64_t next_epoch_ = 1, first_epoch_ = 1;
   std::deque<std::shared_ptr<Call>> calls_;
+  std::vector<Lane*> siblings_;
 };
 
 }  // namespace turnout::engine
