@@ -90,22 +90,26 @@ bool Mailbox::receive(std::vector<bool>& got, const Take& take) {
     fail("cannot receive a descriptor", errno);
   }
   ucred sender{0, static_cast<uid_t>(-1), static_cast<gid_t>(-1)};
-  Descriptor file;
+  // The padding of `control` holds a second descriptor, should a stranger send two: all that came are owned, so closed.
+  std::vector<Descriptor> files;
   for (cmsghdr* header = CMSG_FIRSTHDR(&message); header; header = CMSG_NXTHDR(&message, header)) {
     if (header->cmsg_level != SOL_SOCKET) continue;
     if (header->cmsg_type == SCM_CREDENTIALS) std::memcpy(&sender, CMSG_DATA(header), sizeof sender);
     if (header->cmsg_type == SCM_RIGHTS) {
-      int fd = -1;
-      std::memcpy(&fd, CMSG_DATA(header), sizeof fd);
-      file = Descriptor(fd);
+      const size_t num_files = (header->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+      for (size_t at = 0; at < num_files; ++at) {
+        int fd = -1;
+        std::memcpy(&fd, CMSG_DATA(header) + at * sizeof fd, sizeof fd);
+        files.emplace_back(fd);
+      }
     }
   }
   const bool known = received == sizeof peer && sender.uid == getuid() && peer >= 0 && peer < static_cast<int>(got.size());
-  if (!known || got[static_cast<size_t>(peer)]) return true;  // not from our group
+  if (!known || files.size() > 1 || got[static_cast<size_t>(peer)]) return true;  // not from our group
   // The kernel drops a descriptor that it cannot number here.
-  if (!file) fail("cannot take the descriptor of rank " + std::to_string(peer), message.msg_flags & MSG_CTRUNC ? EMFILE : EPROTO);
+  if (files.empty()) fail("cannot take the descriptor of rank " + std::to_string(peer), message.msg_flags & MSG_CTRUNC ? EMFILE : EPROTO);
   got[static_cast<size_t>(peer)] = true;
-  take(peer, file, sender.pid);
+  take(peer, files.front(), sender.pid);
   return true;
 }
 

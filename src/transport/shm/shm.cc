@@ -32,7 +32,8 @@ constexpr size_t up(size_t n) { return (n + kPage - 1) / kPage * kPage; }
 /// What a rank's process tells of itself: in its control file.
 struct Control {
   std::atomic<uint64_t> heartbeat{0};
-  std::atomic<uint64_t> left{0};  ///< 1 once the transport was destroyed in an orderly way
+  std::atomic<uint64_t> left{0};      ///< 1 once the transport was destroyed in an orderly way
+  std::atomic<uint64_t> visitors{0};  ///< ranks that have written here: the probe that memory is shared
 };
 
 class ShmWindow final : public Window {
@@ -89,17 +90,26 @@ class ShmTransport final : public Transport {
       for (size_t peer = 0; peer < controls_.size(); ++peer) pidfds_.push_back(watch(peer));
       stop_ = Descriptor(eventfd(0, EFD_CLOEXEC));
       if (!stop_) fail("no eventfd", errno);
+      for (int peer = 0; peer < num_ranks(); ++peer) control(peer).visitors.fetch_add(1, std::memory_order_acq_rel);
       return std::string();
     });
     check_agreed(watching, bootstrap_->rank(), "shm: watch");
     spin_ = spin_time(num_ranks());
-    start_service();
+    try {
+      const auto started = tell_all(*bootstrap_, "shm: start", "", [&] {
+        check_visitors();
+        start_service();
+        return std::string();
+      });
+      check_agreed(started, bootstrap_->rank(), "shm: start");
+    } catch (...) {
+      stop_service();  // ours runs, but that of another rank may not
+      throw;
+    }
   }
   ~ShmTransport() override {
     control(rank()).left.store(1, std::memory_order_release);
-    const uint64_t one = 1;
-    if (write(stop_.get(), &one, sizeof one) < 0) stopping_.store(true, std::memory_order_release);
-    service_.join();
+    stop_service();
   }
 
   std::string_view name() const override { return "shm"; }
@@ -130,6 +140,20 @@ class ShmTransport final : public Transport {
     // Any other reason (an old kernel, a sandbox): the heartbeat must do.
     if (errno == ESRCH) gone_[peer].store(true, std::memory_order_release);
     return Descriptor();
+  }
+
+  /// Every rank has written here by now; a kernel that passes descriptors but does not share their memory is found out.
+  void check_visitors() const {
+    const uint64_t seen = control(rank()).visitors.load(std::memory_order_acquire);
+    if (seen == static_cast<uint64_t>(num_ranks())) return;
+    throw TransportError("shm: memory passed by descriptor is not shared: of " + std::to_string(num_ranks()) + " ranks that wrote, " +
+                         std::to_string(seen) + " are seen; run all ranks under one kernel, outside of sandboxes that emulate it");
+  }
+
+  void stop_service() {
+    const uint64_t one = 1;
+    if (write(stop_.get(), &one, sizeof one) < 0) stopping_.store(true, std::memory_order_release);
+    if (service_.joinable()) service_.join();
   }
 
   /// The program's signal handlers run on the program's threads, not on ours.

@@ -1,0 +1,66 @@
+// What strangers put into a mailbox is not kept, and does not keep ranks from each other.
+#include "transport/shm/mailbox.h"
+
+#include <fcntl.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <cstddef>
+
+#include "ranks.h"
+
+namespace turnout::transport::testing {
+
+namespace {
+
+/// Names of sockets can be read by every user of the machine, so anyone can send: here `fds` on behalf of `rank`.
+void send_as_stranger(const std::string& name, int rank, const std::vector<int>& fds) {
+  const Descriptor sender(socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  std::memcpy(address.sun_path + 1, name.data(), name.size());
+  iovec part{&rank, sizeof rank};
+  std::vector<char> control(CMSG_SPACE(fds.size() * sizeof(int)));
+  msghdr message{};
+  message.msg_name = &address;
+  message.msg_namelen = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  message.msg_control = control.data();
+  message.msg_controllen = control.size();
+  cmsghdr* header = CMSG_FIRSTHDR(&message);
+  header->cmsg_level = SOL_SOCKET;
+  header->cmsg_type = SCM_RIGHTS;
+  header->cmsg_len = CMSG_LEN(fds.size() * sizeof(int));
+  std::memcpy(CMSG_DATA(header), fds.data(), fds.size() * sizeof(int));
+  require(sendmsg(sender.get(), &message, 0) >= 0, "sendmsg");
+}
+
+}  // namespace
+
+TEST(Mailbox, DescriptorsOfStrangersAreClosedAndRanksStillMeet) {
+  const size_t before = num_descriptors();
+  {
+    std::vector<Mailbox> boxes(2);
+    for (Mailbox& box : boxes) box.open();
+    const std::vector<std::string> names = {boxes[0].name(), boxes[1].name()};
+    for (int count : {1, 2, 3, 50}) send_as_stranger(names[0], 7, std::vector<int>(static_cast<size_t>(count), 0));
+    send_as_stranger(names[0], 1, {0, 0});  // names a rank, but no rank sends two
+    std::vector<int> taken(2, -1);
+    std::vector<std::jthread> threads;
+    for (size_t rank = 0; rank < 2; ++rank) {
+      threads.emplace_back([&, rank] {
+        const Descriptor mine(open("/dev/null", O_RDONLY | O_CLOEXEC));
+        boxes[rank].exchange(names, static_cast<int>(rank), mine, [&](int peer, const Descriptor& file, int) {
+          if (file) taken[rank] = peer;
+        });
+      });
+    }
+    threads.clear();
+    EXPECT_EQ(taken, (std::vector<int>{1, 0}));
+  }
+  EXPECT_EQ(num_descriptors(), before);
+}
+
+}  // namespace turnout::transport::testing
