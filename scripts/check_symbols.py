@@ -1,0 +1,38 @@
+#!/usr/bin/env python3
+"""Checks that a built libturnout.so shows public names and nothing else, and every function of the C header.
+
+usage: check_symbols.py LIBRARY INCLUDE_DIR
+"""
+import pathlib
+import re
+import subprocess
+import sys
+
+# Public C++ names lie in the versioned namespace; what belongs to classes there (tables, type information) has a prefix.
+CPP = re.compile(r"^(vtable for |typeinfo for |typeinfo name for )?turnout::v0::(?!internal::)")
+C = re.compile(r"^turnout_[a-z_]+$")
+DECLARED = re.compile(r"TURNOUT_API[^;()]*?\b(turnout_[a-z_]+)\(")
+# Some of C++, so that a library that shows nothing does not pass.
+NEEDED = ["turnout::v0::Buffer::dispatch(", "turnout::v0::Communicator::from_env(", "turnout::v0::required_bytes(",
+          "typeinfo for turnout::v0::PeerTimeout"]
+
+
+def main():
+    library, include = sys.argv[1], pathlib.Path(sys.argv[2])
+    output = subprocess.run(["nm", "-D", "--defined-only", "-C", library], check=True, capture_output=True, text=True).stdout
+    names = [line.split(" ", 2)[2] for line in output.splitlines()]
+    problems = [f"shown, but not public: {name}" for name in names if not CPP.match(name) and not C.match(name)]
+    problems += [f"missing: {name}" for name in NEEDED if not any(shown.startswith(name) for shown in names)]
+    declared = {name for header in sorted(include.glob("turnout/c/*.h")) for name in DECLARED.findall(header.read_text())}
+    problems += [f"declared in the C header, but missing: {name}" for name in sorted(declared - set(names))]
+    problems += [f"shown, but not in the C header: {name}" for name in sorted({n for n in names if C.match(n)} - declared)]
+    if not declared:
+        problems.append(f"no functions found in {include}/turnout/c")
+    for problem in problems:
+        print(problem)
+    print(f"{len(names)} names, {len(declared)} of C, {len(problems)} problems")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

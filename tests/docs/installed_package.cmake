@@ -1,0 +1,27 @@
+# Installs the build into a folder, builds the examples and the test in C outside the tree against that folder alone, and runs them.
+function(run)
+  execute_process(COMMAND ${ARGN} RESULT_VARIABLE result OUTPUT_VARIABLE output ERROR_VARIABLE output)
+  if(NOT result EQUAL 0)
+    message(FATAL_ERROR "${ARGN}: ${result}\n${output}")
+  endif()
+endfunction()
+
+set(work ${BUILD}/installed_package)
+file(REMOVE_RECURSE ${work})
+file(GLOB programs ${SOURCE}/examples/*.cc ${SOURCE}/tests/api/c_api_test.c)
+list(LENGTH programs count)
+if(count LESS 4)
+  message(FATAL_ERROR "expected three examples and a test in C, found: ${programs}")
+endif()
+file(COPY ${programs} ${SOURCE}/tests/docs/package_examples/CMakeLists.txt DESTINATION ${work}/source)
+
+run(${CMAKE_COMMAND} --install ${BUILD} --config ${CONFIG} --prefix ${work}/prefix)
+# Moved, as packages are: nothing may depend on where it was installed first.
+file(RENAME ${work}/prefix ${work}/moved)
+run(${CMAKE_COMMAND} -S ${work}/source -B ${work}/build -G Ninja -D CMAKE_C_COMPILER=${C_COMPILER} -D CMAKE_CXX_COMPILER=${COMPILER}
+    -D CMAKE_BUILD_TYPE=${CONFIG} -D CMAKE_PREFIX_PATH=${work}/moved)
+run(${CMAKE_COMMAND} --build ${work}/build)
+foreach(program ${programs})
+  cmake_path(GET program STEM name)
+  run(${work}/build/${name})
+endforeach()
