@@ -14,6 +14,13 @@ namespace {
 std::string str(int64_t n) { return std::to_string(n); }
 [[noreturn]] void refuse(const std::string& text) { throw InvalidArgument(text); }
 
+void check_aligned(const std::string& what, const TensorView& t) {
+  if (reinterpret_cast<uintptr_t>(t.data) % size_of(t.dtype) != 0) {
+    refuse(what + " is not aligned: its address is no multiple of " + str(static_cast<int64_t>(size_of(t.dtype))) + " bytes (" +
+           std::string(name(t.dtype)) + ")");
+  }
+}
+
 /// A matrix of rows: two dimensions, last stride 1, data unless there are no rows, aligned to its elements, on the CPU.
 void check_matrix(const std::string& what, const TensorView& t, int ndim = 2) {
   if (!t.defined()) refuse(what + " is missing");
@@ -29,10 +36,7 @@ void check_matrix(const std::string& what, const TensorView& t, int ndim = 2) {
   for (size_t d = 0; d < last; ++d) {
     if (t.shape[d] > 1 && t.strides[d] < 0) refuse(what + " is " + t.to_string() + ": strides must not be negative");
   }
-  if (reinterpret_cast<uintptr_t>(t.data) % size_of(t.dtype) != 0) {
-    refuse(what + " is not aligned: its address is no multiple of " + str(static_cast<int64_t>(size_of(t.dtype))) + " bytes (" +
-           std::string(name(t.dtype)) + ")");
-  }
+  check_aligned(what, t);
 }
 
 void check_dense(const std::string& what, const TensorView& t) {
@@ -197,6 +201,7 @@ void check_combine(const engine::Context& context, const CombineArgs& args) {
     check_dense("combine: weights", args.weights);
     if (args.weights.num_elements() < need) refuse("combine: weights has " + str(args.weights.num_elements()) + " elements for " + str(need) + " rows");
     if (need > 0 && !args.weights.data) refuse("combine: weights has null data");
+    check_aligned("combine: weights", args.weights);
   }
   if (args.side.defined()) {
     if (args.side.dtype != DType::fp32) refuse("combine: side is " + args.side.to_string() + ", but must be fp32");
@@ -204,6 +209,7 @@ void check_combine(const engine::Context& context, const CombineArgs& args) {
     const int64_t scalars = r.layout == Layout::rank_major ? r.num_recv() * r.num_topk : need;
     if (args.side.num_elements() < scalars) refuse("combine: side has " + str(args.side.num_elements()) + " elements, but must have " + str(scalars));
     if (scalars > 0 && !args.side.data) refuse("combine: side has null data");
+    check_aligned("combine: side", args.side);
   }
   if (args.out.defined()) {
     check_output("combine: out", args.out, args.y.dtype, args.y.shape[static_cast<size_t>(args.y.ndim - 1)]);

@@ -54,8 +54,9 @@ BufferImpl::BufferImpl(std::shared_ptr<CommunicatorImpl> communicator, const Buf
 
 /// Every fact of the configuration on every rank, compared; a difference raises on all ranks.
 void BufferImpl::agree(const BufferConfig& config) {
-  std::string map;
+  std::string map, replicas;
   for (int rank : config.expert_to_rank) map += std::to_string(rank) + " ";
+  for (int logical : config.replica_of) replicas += std::to_string(logical) + " ";
   const std::vector<std::pair<std::string, std::string>> facts = {
       {"num_experts", std::to_string(config.num_experts)},
       {"hidden", std::to_string(config.hidden)},
@@ -68,6 +69,7 @@ void BufferImpl::agree(const BufferConfig& config) {
       {"receive_bytes", std::to_string(config.receive_bytes)},
       {"staging_bytes", std::to_string(config.staging_bytes)},
       {"expert_to_rank", map.empty() ? "default" : map},
+      {"replica_of", replicas.empty() ? "default" : replicas},
       {"library", std::string(version())},
   };
   std::string mine;
@@ -152,10 +154,12 @@ std::shared_ptr<PendingImpl> BufferImpl::start(const DispatchArgs& args) {
     fresh->alignment = args.layout == Layout::expert_major ? args.expert_alignment : 1;
   }
   auto pending = std::make_shared<PendingImpl>(shared_from_this(), args.lane);
+  pending->waited = true;  // if the send fails there is nothing to wait for
   pending->dispatch = std::make_shared<engine::DispatchCall>(context_, args.lane, epoch, lane.first_epoch(), facts, args, fresh, cached);
   lane.add(pending->dispatch);
   pending->waited = true;  // a send that fails leaves nothing to drop, and the lane is locked here
   lane.drive(*pending->dispatch, Lane::Until::sent);
+  pending->waited = false;
   pending->waited = false;
   return pending;
 }
@@ -173,11 +177,13 @@ std::shared_ptr<PendingImpl> BufferImpl::start(const CombineArgs& args) {
     refuse(args, lane, why);
   }
   auto pending = std::make_shared<PendingImpl>(shared_from_this(), args.lane);
+  pending->waited = true;  // if the send fails there is nothing to wait for
   pending->combine = std::make_shared<engine::CombineCall>(context_, args.lane, lane.take_epoch(), lane.first_epoch(), api::facts_of(*context_, args),
                                                            args, args.handle->routing());
   lane.add(pending->combine);
   pending->waited = true;  // as above
   lane.drive(*pending->combine, Lane::Until::sent);
+  pending->waited = false;
   pending->waited = false;
   return pending;
 }

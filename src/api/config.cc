@@ -25,7 +25,7 @@ void BufferConfig::validate(int num_ranks) const {
   require(num_experts >= 1, "num_experts", num_experts, "1 or more");
   require(hidden >= 1 && hidden <= (int64_t{1} << 24), "hidden", hidden, "1 to 16777216");
   require(max_tokens_per_rank >= 0, "max_tokens_per_rank", max_tokens_per_rank, "0 or more");
-  require(max_tokens_per_rank * num_ranks < INT32_MAX, "max_tokens_per_rank", max_tokens_per_rank,
+  require(max_tokens_per_rank < INT32_MAX / num_ranks, "max_tokens_per_rank", max_tokens_per_rank,
           "below 2^31 / " + std::to_string(num_ranks) + " ranks");
   require(max_topk >= 1 && max_topk <= kMaxTopk, "max_topk", max_topk, "1 to " + std::to_string(kMaxTopk));
   require(max_side_bytes <= (size_t{1} << 24), "max_side_bytes", static_cast<int64_t>(max_side_bytes), "at most 16777216");

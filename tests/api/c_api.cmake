@@ -1,5 +1,6 @@
 # The C interface, tested by a C program.
-add_executable(c_api_test c_api_test.c)
+include_guard(GLOBAL)
+add_executable(c_api_test ${CMAKE_CURRENT_LIST_DIR}/c_api_test.c)
 target_link_libraries(c_api_test PRIVATE turnout Threads::Threads)
 set_target_properties(c_api_test PROPERTIES C_STANDARD 11 C_STANDARD_REQUIRED ON C_EXTENSIONS OFF)
 target_compile_options(c_api_test PRIVATE -Wall -Wextra -Wpedantic -Werror)

@@ -1,0 +1,102 @@
+// A job small enough to know its results by heart: every row of a token is one small number, so that a combine of what
+// dispatch delivered is that number times the ranks (rank_major) that the token went to.
+#pragma once
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "turnout/turnout.hpp"
+
+namespace turnout::testing {
+
+/// The message of the error of type `E` that `body` throws; a failure if it throws nothing or something else.
+template <class E>
+std::string message_of(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const E& e) {
+    return e.what();
+  } catch (const std::exception& e) {
+    ADD_FAILURE() << "another error: " << e.what();
+    return {};
+  }
+  ADD_FAILURE() << "nothing was thrown";
+  return {};
+}
+
+inline void expect_says(const std::string& message, const std::vector<std::string>& words) {
+  for (const std::string& word : words) EXPECT_NE(message.find(word), std::string::npos) << "\"" << word << "\" is not in: " << message;
+}
+
+inline BufferConfig small_config() {
+  BufferConfig c;
+  c.num_experts = 6;
+  c.hidden = 8;
+  c.dtype = DType::fp32;
+  c.max_tokens_per_rank = 4;
+  c.max_topk = 2;
+  c.max_side_bytes = 8;
+  c.timeouts.timeout = c.timeouts.busy_timeout = std::chrono::seconds(30);
+  return c;
+}
+
+/// Arguments of one rank and what they point to.
+struct Tokens {
+  explicit Tokens(int rank, int64_t num_tokens = 3, int num_topk = 2, int64_t hidden = 8, int num_experts = 6)
+      : T(num_tokens), K(num_topk), H(hidden) {
+    for (int64_t t = 0; t < T; ++t) {
+      for (int64_t h = 0; h < H; ++h) x.push_back(value(rank, t));
+      for (int k = 0; k < K; ++k) {
+        ids.push_back((rank + t + 2 * k) % num_experts);
+        weights.push_back(1.0f);
+      }
+      side.push_back(static_cast<float>(100 * rank) + static_cast<float>(t));
+    }
+    args.x = TensorView::dense(x.data(), DType::fp32, {T, H});
+    args.topk_idx = TensorView::dense(ids.data(), DType::i64, {T, K});
+    args.topk_weights = TensorView::dense(weights.data(), DType::fp32, {T, K});
+  }
+  Tokens(const Tokens&) = delete;
+  Tokens& operator=(const Tokens&) = delete;
+  static float value(int rank, int64_t t) { return static_cast<float>(8 * rank + t + 1); }
+
+  int64_t T;
+  int K;
+  int64_t H;
+  std::vector<float> x, weights, side;
+  std::vector<int64_t> ids;
+  DispatchArgs args;
+};
+
+/// Ranks that own the experts of token `t` in the default split.
+inline int num_destinations(const Tokens& tokens, int64_t t, int num_experts, int num_ranks) {
+  std::set<int> owners;
+  for (int k = 0; k < tokens.K; ++k) {
+    const auto id = static_cast<int>(tokens.ids[static_cast<size_t>(t * tokens.K + k)]);
+    const int extra = num_experts % num_ranks, base = num_experts / num_ranks;
+    if (id >= 0) owners.insert(id < extra * (base + 1) ? id / (base + 1) : extra + (id - extra * (base + 1)) / base);
+  }
+  return static_cast<int>(owners.size());
+}
+
+/// A whole round on the default split: the Buffer works. Collective.
+inline void expect_works(Buffer& buffer, int lane = 0) {
+  Tokens tokens(buffer.rank());
+  tokens.args.lane = lane;
+  const DispatchResult rows = buffer.dispatch(tokens.args);
+  CombineArgs back;
+  back.y = rows.x;
+  back.handle = &rows.handle;
+  back.lane = lane;
+  const CombineResult sum = buffer.combine(back);
+  for (int64_t t = 0; t < tokens.T; ++t) {
+    const auto want = Tokens::value(buffer.rank(), t) * static_cast<float>(num_destinations(tokens, t, 6, buffer.num_ranks()));
+    for (int64_t h = 0; h < tokens.H; ++h)
+      ASSERT_EQ(reinterpret_cast<const float*>(sum.x.row(t))[h], want) << "rank " << buffer.rank() << " token " << t;
+  }
+}
+
+}  // namespace turnout::testing
