@@ -154,12 +154,10 @@ std::shared_ptr<PendingImpl> BufferImpl::start(const DispatchArgs& args) {
     fresh->alignment = args.layout == Layout::expert_major ? args.expert_alignment : 1;
   }
   auto pending = std::make_shared<PendingImpl>(shared_from_this(), args.lane);
-  pending->waited = true;  // if the send fails there is nothing to wait for
   pending->dispatch = std::make_shared<engine::DispatchCall>(context_, args.lane, epoch, lane.first_epoch(), facts, args, fresh, cached);
   lane.add(pending->dispatch);
   pending->waited = true;  // a send that fails leaves nothing to drop, and the lane is locked here
   lane.drive(*pending->dispatch, Lane::Until::sent);
-  pending->waited = false;
   pending->waited = false;
   return pending;
 }
@@ -177,13 +175,11 @@ std::shared_ptr<PendingImpl> BufferImpl::start(const CombineArgs& args) {
     refuse(args, lane, why);
   }
   auto pending = std::make_shared<PendingImpl>(shared_from_this(), args.lane);
-  pending->waited = true;  // if the send fails there is nothing to wait for
   pending->combine = std::make_shared<engine::CombineCall>(context_, args.lane, lane.take_epoch(), lane.first_epoch(), api::facts_of(*context_, args),
                                                            args, args.handle->routing());
   lane.add(pending->combine);
   pending->waited = true;  // as above
   lane.drive(*pending->combine, Lane::Until::sent);
-  pending->waited = false;
   pending->waited = false;
   return pending;
 }

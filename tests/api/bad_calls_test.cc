@@ -1,0 +1,294 @@
+// Calls at the wrong time: other and closed Buffers, released results, second waits, full lanes, results without room, and a
+// rank that never comes. Each names what is wrong, and the Buffer (or a new one) works afterwards.
+#include <chrono>
+#include <optional>
+
+#include "api/small_job.h"
+
+namespace turnout::testing {
+namespace {
+
+CombineArgs back_of(const DispatchResult& rows) {
+  CombineArgs back;
+  back.y = rows.x;
+  back.handle = &rows.handle;
+  return back;
+}
+
+TEST(BadCalls, HandleOfAnotherBuffer) {
+  run_virtual_ranks(2, [](Communicator& comm) {
+    Buffer one(comm, small_config()), other(comm, small_config());
+    Tokens tokens(comm.rank());
+    const DispatchResult rows = other.dispatch(tokens.args);
+    expect_says(message_of<InvalidArgument>([&] { one.combine(back_of(rows)); }), {"combine", "handle was made by another Buffer"});
+    Tokens again(comm.rank());
+    again.args.topk_idx = again.args.topk_weights = TensorView();
+    again.args.handle = &rows.handle;
+    expect_says(message_of<InvalidArgument>([&] { one.dispatch(again.args); }), {"dispatch", "handle was made by another Buffer"});
+    expect_works(one);
+    expect_works(other);
+  });
+}
+
+TEST(BadCalls, HandleOfAClosedBuffer) {
+  run_virtual_ranks(2, [](Communicator& comm) {
+    Tokens tokens(comm.rank());
+    std::optional<Buffer> first(std::in_place, comm, small_config());
+    const DispatchResult rows = first->dispatch(tokens.args);
+    first.reset();
+    Buffer buffer(comm, small_config());
+    expect_says(message_of<InvalidArgument>([&] { buffer.combine(back_of(rows)); }), {"handle", "closed"});
+    expect_works(buffer);
+  });
+}
+
+TEST(BadCalls, HandleAndIdsTogether) {
+  run_virtual_ranks(2, [](Communicator& comm) {
+    Buffer buffer(comm, small_config());
+    Tokens tokens(comm.rank());
+    const DispatchResult rows = buffer.dispatch(tokens.args);
+    tokens.args.handle = &rows.handle;
+    expect_says(message_of<InvalidArgument>([&] { buffer.dispatch(tokens.args); }), {"topk_idx", "in the handle already"});
+    Tokens fewer(comm.rank(), 2);
+    fewer.args.topk_idx = fewer.args.topk_weights = TensorView();
+    fewer.args.handle = &rows.handle;
+    expect_says(message_of<InvalidArgument>([&] { buffer.dispatch(fewer.args); }), {"x has 2 tokens", "handle has 3"});
+    expect_works(buffer);
+  });
+}
+
+TEST(BadCalls, SecondWait) {
+  run_virtual_ranks(2, [](Communicator& comm) {
+    Buffer buffer(comm, small_config());
+    Tokens tokens(comm.rank());
+    PendingDispatch pending = buffer.dispatch_async(tokens.args);
+    const DispatchResult rows = pending.wait();
+    expect_says(message_of<InvalidArgument>([&] { pending.wait(); }), {"wait", "already"});
+    PendingCombine back = buffer.combine_async(back_of(rows));
+    back.wait();
+    expect_says(message_of<InvalidArgument>([&] { back.wait(); }), {"wait", "already"});
+    PendingCombine moved = std::move(back);
+    expect_says(message_of<InvalidArgument>([&] { back.wait(); }), {"wait"});
+    expect_works(buffer);
+  });
+}
+
+TEST(BadCalls, ReleasedView) {
+  run_virtual_ranks(3, [](Communicator& comm) {
+    Buffer buffer(comm, small_config());
+    Tokens tokens(comm.rank());
+    DispatchResult rows = buffer.dispatch(tokens.args);
+    ASSERT_TRUE(rows.is_lease);
+    CombineArgs back = back_of(rows);
+    if (comm.rank() == 1) {
+      rows.release();
+      rows.release();
+      EXPECT_FALSE(rows.x.defined());
+    }
+    const std::string message = message_of<InvalidArgument>([&] { buffer.combine(back); });
+    if (comm.rank() == 1) expect_says(message, {"y is", "released"});
+    else expect_says(message, {"refused by rank 1"});
+    expect_works(buffer);
+  });
+}
+
+TEST(BadCalls, AfterClose) {
+  run_virtual_ranks(2, [](Communicator& comm) {
+    Buffer buffer(comm, small_config());
+    Tokens tokens(comm.rank());
+    const DispatchResult rows = buffer.dispatch(tokens.args);
+    PendingDispatch pending = buffer.dispatch_async(tokens.args);
+    comm.barrier();
+    buffer.close();
+    buffer.close();
+    EXPECT_EQ(static_cast<const float*>(rows.x.data)[0], Tokens::value(0, comm.rank() == 0 ? 0 : 1));  // a result outlives close()
+    const std::vector<std::function<void()>> calls = {[&] { buffer.dispatch(tokens.args); },
+                                                      [&] { buffer.dispatch_async(tokens.args); },
+                                                      [&] { buffer.combine(back_of(rows)); },
+                                                      [&] { buffer.combine_async(back_of(rows)); },
+                                                      [&] {
+                                                        buffer.set_expert_to_rank({0, 0, 0, 1, 1, 1});
+                                                      },
+                                                      [&] { buffer.check(); },
+                                                      [&] { buffer.synchronize(); },
+                                                      [&] { buffer.recover(); },
+                                                      [&] { pending.wait(); }};
+    for (const auto& call : calls) expect_says(message_of<InvalidArgument>(call), {"closed"});
+    Buffer next(comm, small_config());
+    expect_works(next);
+  });
+}
+
+TEST(BadCalls, TooManyOutstanding) {
+  run_virtual_ranks(2, [](Communicator& comm) {
+    Buffer buffer(comm, small_config());
+    Tokens tokens(comm.rank());
+    PendingDispatch one = buffer.dispatch_async(tokens.args), two = buffer.dispatch_async(tokens.args);
+    for (int i = 0; i < 3; ++i) {
+      expect_says(message_of<InvalidArgument>([&] { buffer.dispatch(tokens.args); }), {"2 calls in flight", "at most 2", "max_outstanding"});
+    }
+    const DispatchResult rows = two.wait();
+    one.wait();
+    buffer.combine(back_of(rows));
+    expect_works(buffer);
+  });
+}
+
+TEST(BadCalls, LeaseWithoutRoom) {
+  run_virtual_ranks(2, [](Communicator& comm) {
+    BufferConfig config = small_config();
+    config.receive_bytes = 4096;
+    Buffer buffer(comm, config);
+    Tokens tokens(comm.rank());
+    DispatchResult holds = buffer.dispatch(tokens.args);
+    ASSERT_TRUE(holds.is_lease);
+    for (Layout layout : {Layout::rank_major, Layout::expert_major}) {
+      Tokens more(comm.rank());
+      more.args.layout = layout;
+      more.args.result = ResultKind::lease;
+      expect_says(message_of<InvalidArgument>([&] { buffer.dispatch(more.args); }),
+                  {"result=lease", "needs", "4096", "receive_bytes", "result=auto"});
+    }
+    expect_works(buffer);  // auto takes other memory
+    holds.release();
+    tokens.args.result = ResultKind::lease;
+    EXPECT_TRUE(buffer.dispatch(tokens.args).is_lease);
+  });
+}
+
+TEST(BadCalls, OutTooSmall) {
+  run_virtual_ranks(3, [](Communicator& comm) {
+    Buffer buffer(comm, small_config());
+    for (Layout layout : {Layout::rank_major, Layout::expert_major, Layout::expert_slab}) {
+      std::vector<float> out(512, -1.0f);
+      Tokens tokens(comm.rank());
+      tokens.args.layout = layout;
+      if (layout == Layout::expert_slab) tokens.args.capacity = 9;
+      tokens.args.out = comm.rank() == 1 ? TensorView::dense(out.data(), DType::fp32, {1, 8}) : TensorView::dense(out.data(), DType::fp32, {18, 8});
+      if (comm.rank() == 1) {
+        expect_says(message_of<InvalidArgument>([&] { buffer.dispatch(tokens.args); }), {"out has room for 1 rows", "arrived"});
+        for (size_t i = 8; i < out.size(); ++i) ASSERT_EQ(out[i], -1.0f) << "written past out";
+      } else {
+        buffer.dispatch(tokens.args);
+      }
+      expect_works(buffer);
+    }
+  });
+}
+
+/// All tokens go to expert 0 of rank 0: 6 rows in every layout. Those past the capacity are dropped, and their sources know.
+TEST(BadCalls, Capacities) {
+  for (Layout layout : {Layout::rank_major, Layout::expert_major, Layout::expert_slab}) {
+    for (Mode mode : {Mode::throughput, Mode::low_latency}) {
+      for (int64_t capacity : {0, 1, 6, 5, 7}) {
+        run_virtual_ranks(2, [&](Communicator& comm) {
+          SCOPED_TRACE(std::string(name(layout)) + " " + std::to_string(capacity));
+          Buffer buffer(comm, small_config());
+          Tokens tokens(comm.rank());
+          for (size_t t = 0; t < 3; ++t) {
+            tokens.ids[2 * t] = 0;
+            tokens.ids[2 * t + 1] = -1;
+          }
+          tokens.args.layout = layout;
+          tokens.args.mode = mode;
+          tokens.args.capacity = capacity;
+          const DispatchResult rows = buffer.dispatch(tokens.args);
+          const int64_t expected = comm.rank() == 0 ? std::min<int64_t>(6, capacity) : 0;
+          EXPECT_EQ(*rows.num_rows.as<int64_t>(), expected);
+          EXPECT_EQ(*rows.num_dropped.as<int64_t>(), comm.rank() == 0 ? 6 - expected : 0);
+          EXPECT_EQ(rows.x.shape[layout == Layout::expert_slab ? 1 : 0], capacity);
+          EXPECT_EQ(rows.handle.num_rows(), expected);
+          const CombineResult sum = buffer.combine(back_of(rows));
+          for (int64_t t = 0; t < 3; ++t) {
+            const bool lost = 3 * comm.rank() + t >= capacity;
+            EXPECT_EQ(sum.num_lost.as<int32_t>()[t], lost);
+            EXPECT_EQ(reinterpret_cast<const float*>(sum.x.row(t))[7], lost ? 0.0f : Tokens::value(comm.rank(), t));
+          }
+          expect_works(buffer);
+        });
+      }
+    }
+  }
+}
+
+/// Rank 2 does not come: the others give up within the deadline, all stay aborted, recover() brings them back.
+TEST(BadCalls, ARankThatNeverCalls) {
+  for (const char* transport : {"inproc", "shm"}) {
+    CommunicatorOptions options;
+    options.transport = transport;
+    run_virtual_ranks(
+        3,
+        [](Communicator& comm) {
+          BufferConfig config = small_config();
+          config.timeouts.timeout = config.timeouts.busy_timeout = std::chrono::milliseconds(300);
+          Buffer buffer(comm, config);
+          Tokens tokens(comm.rank());
+          using Clock = std::chrono::steady_clock;
+          std::optional<PendingDispatch> lost;
+          if (comm.rank() != 2) {
+            const auto start = Clock::now();
+            expect_says(message_of<PeerTimeout>([&] { buffer.dispatch(tokens.args); }),
+                        {"rank 2", "dispatch", "lane 0", "epoch 1", "header", "recover()"});
+            EXPECT_GE(Clock::now() - start, std::chrono::milliseconds(100));
+            EXPECT_LT(Clock::now() - start, std::chrono::seconds(5));
+          }
+          comm.barrier();
+          // Sticky: nobody waits any more, rank 2 neither.
+          const auto start = Clock::now();
+          expect_says(message_of<PeerTimeout>([&] { buffer.dispatch(tokens.args); }), {"rank 2", "recover()"});
+          expect_says(message_of<PeerTimeout>([&] { buffer.check(); }), {"rank 2"});
+          EXPECT_NE(*buffer.status_word(), 0u);
+          EXPECT_LT(Clock::now() - start, std::chrono::milliseconds(250));
+          buffer.recover();
+          EXPECT_EQ(*buffer.status_word(), 0u);
+          buffer.check();
+          for (int i = 0; i < 4; ++i) expect_works(buffer);
+        },
+        options);
+  }
+}
+
+TEST(BadCalls, TheRecordOfAWait) {
+  run_virtual_ranks(2, [](Communicator& comm) {
+    BufferConfig config = small_config();
+    config.num_lanes = 2;
+    config.timeouts.timeout = config.timeouts.busy_timeout = std::chrono::milliseconds(200);
+    Buffer buffer(comm, config);
+    expect_works(buffer, 1);
+    if (comm.rank() == 0) {
+      Tokens tokens(0);
+      tokens.args.lane = 1;
+      try {
+        buffer.dispatch(tokens.args);
+        ADD_FAILURE() << "nothing was thrown";
+      } catch (const PeerTimeout& e) {
+        EXPECT_EQ(e.record().rank, 0);
+        EXPECT_EQ(e.record().peers, std::vector<int>{1});
+        EXPECT_EQ(e.record().lane, 1);
+        EXPECT_EQ(e.record().call, "dispatch");
+        EXPECT_EQ(e.record().epoch, 3u);
+        EXPECT_EQ(e.record().phase, "header");
+        EXPECT_EQ(e.record().expected, 3u);
+      }
+    }
+    comm.barrier();
+  });
+}
+
+TEST(BadCalls, PendingCallsAreLostInRecover) {
+  run_virtual_ranks(2, [](Communicator& comm) {
+    BufferConfig config = small_config();
+    config.timeouts.timeout = config.timeouts.busy_timeout = std::chrono::milliseconds(200);
+    Buffer buffer(comm, config);
+    Tokens tokens(comm.rank());
+    PendingDispatch pending = buffer.dispatch_async(tokens.args);
+    if (comm.rank() == 0) message_of<PeerTimeout>([&] { buffer.dispatch(tokens.args); });
+    comm.barrier();
+    buffer.recover();
+    expect_says(message_of<InvalidArgument>([&] { pending.wait(); }), {"recover()"});
+    expect_works(buffer);
+  });
+}
+
+}  // namespace
+}  // namespace turnout::testing
