@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/bytes.h"
+
 namespace turnout::engine {
 
 using core::BufferLayout;
@@ -70,7 +72,7 @@ void Call::send_header(int peer) {
   size_t used = sizeof mine_ + my_rows_.size() * sizeof(int32_t);
   if (!my_expert_rows_.empty()) {
     const auto& counts = my_expert_rows_[static_cast<size_t>(peer)];
-    std::memcpy(bytes.data() + used, counts.data(), counts.size() * sizeof(int32_t));
+    core::copy_bytes(bytes.data() + used, counts.data(), counts.size() * sizeof(int32_t));
     used += counts.size() * sizeof(int32_t);
   }
   context_->window->put(peer, context_->layout.header_at(lane_, copy_, context_->rank), bytes.data(), used);
@@ -98,7 +100,7 @@ void Call::take_header(int source) {
       std::copy(own.begin(), own.end(), row);
     } else {
       const std::byte* bytes = context_->window->local() + context_->layout.header_at(lane_, copy_, source);
-      std::memcpy(row, bytes + sizeof(Header) + ranks * sizeof(int32_t), own.size() * sizeof(int32_t));
+      core::copy_bytes(row, bytes + sizeof(Header) + ranks * sizeof(int32_t), own.size() * sizeof(int32_t));
     }
   }
   header_seen_[at] = 1;

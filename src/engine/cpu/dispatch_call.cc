@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/bytes.h"
+
 namespace turnout::engine {
 
 using core::BufferLayout;
@@ -130,10 +132,10 @@ void DispatchCall::finish() {
       if (path(source, me) != Path::direct) continue;
       const auto first = static_cast<size_t>(r.recv_begin[static_cast<size_t>(source)]);
       const auto count = static_cast<size_t>(admitted(source, me));
-      std::memcpy(r.recv_idx.data() + first * topk, memory_->data() + block_.topk_idx + first * format_.idx_bytes, count * format_.idx_bytes);
+      core::copy_bytes(r.recv_idx.data() + first * topk, memory_->data() + block_.topk_idx + first * format_.idx_bytes, count * format_.idx_bytes);
       if (r.has_weights) {
-        std::memcpy(r.recv_weights.data() + first * topk, memory_->data() + block_.topk_weights + first * format_.weight_bytes,
-                    count * format_.weight_bytes);
+        core::copy_bytes(r.recv_weights.data() + first * topk, memory_->data() + block_.topk_weights + first * format_.weight_bytes,
+                         count * format_.weight_bytes);
       }
     }
     if (held_) settle_held();

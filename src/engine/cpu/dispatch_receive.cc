@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/bytes.h"
 #include "engine/cpu/dispatch_call.h"
 
 namespace turnout::engine {
@@ -119,9 +120,9 @@ void DispatchCall::make_room() {
     if (lease) {
       memory_ = std::make_shared<ResultMemory>(context_, *lease);
     } else if (args_.result == ResultKind::lease && !args_.out.defined()) {
-      misfit_ = "dispatch: result=lease, but the result needs " + std::to_string(block_.num_bytes) + " bytes and the largest gap of the receive region has " +
-                std::to_string(context_->pool.largest_gap()) + " of " + std::to_string(context_->pool.num_bytes()) +
-                "; release earlier results, raise receive_bytes, or use result=auto";
+      misfit_ = "dispatch: result=lease, but the result needs " + std::to_string(block_.num_bytes) +
+                " bytes and the largest gap of the receive region has " + std::to_string(context_->pool.largest_gap()) + " of " +
+                std::to_string(context_->pool.num_bytes()) + "; release earlier results, raise receive_bytes, or use result=auto";
     } else if (block_.num_bytes > 0) {
       memory_ = std::make_shared<ResultMemory>(context_, block_.num_bytes);
       if (args_.result == ResultKind::automatic && !args_.out.defined()) context_->fresh_results.fetch_add(1, std::memory_order_relaxed);
@@ -245,7 +246,7 @@ void DispatchCall::lay_out(const Row& row) const {
     if (row.scales) std::memcpy(memory_->data() + block_.scales + p * format_.scale_bytes, row.scales, format_.scale_bytes);
     for (size_t s = 0; s < format_.side_bytes.size(); ++s) {
       const std::byte* side = row.record ? row.record + format_.side_at[s] : args_.side[s].row(row.token);
-      std::memcpy(memory_->data() + block_.side[s] + p * format_.side_bytes[s], side, format_.side_bytes[s]);
+      core::copy_bytes(memory_->data() + block_.side[s] + p * format_.side_bytes[s], side, format_.side_bytes[s]);
     }
   };
   if (r.layout == Layout::rank_major) return place(row.index);

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/bytes.h"
 #include "engine/cpu/dispatch_call.h"
 
 namespace turnout::engine {
@@ -37,9 +38,7 @@ bool DispatchCall::early(int peer) const {
   return routing().layout != Layout::rank_major || rows * static_cast<int64_t>(format_.record_bytes) <= kEagerBytes;
 }
 
-int64_t DispatchCall::block_rows(int rank) const {
-  return routing().capacity >= 0 ? routing().capacity : total_[static_cast<size_t>(rank)];
-}
+int64_t DispatchCall::block_rows(int rank) const { return routing().capacity >= 0 ? routing().capacity : total_[static_cast<size_t>(rank)]; }
 
 bool DispatchCall::block_fits(int rank) const {
   if (routing().layout != Layout::rank_major || header(rank).offer_bytes == 0) return false;
@@ -117,7 +116,8 @@ bool DispatchCall::send_stream(int peer) {
   if (next >= count) return false;
   const int64_t taken = count_of(peer, BufferLayout::kSpace);
   const auto slots = static_cast<int64_t>(context_->layout.ring_bytes / format_.record_bytes);
-  const int64_t batch = std::min({count - next, slots - (next - std::min(taken, next)), std::max<int64_t>(1, std::min(kBytesPerSignal / static_cast<int64_t>(format_.record_bytes), slots / 4))});
+  const int64_t batch = std::min({count - next, slots - (next - std::min(taken, next)),
+                                  std::max<int64_t>(1, std::min(kBytesPerSignal / static_cast<int64_t>(format_.record_bytes), slots / 4))});
   if (batch <= 0) return false;
   const int64_t first = next;
   context_->parallel_for(batch, 2, [&](int64_t from, int64_t to) {
@@ -168,14 +168,13 @@ void DispatchCall::write_record(int peer, int64_t i, int64_t token) {
     record = assembled.data();
   }
   if (format_.idx_bytes) {
-    fill_meta(peer, token, reinterpret_cast<int32_t*>(record),
-              format_.weight_bytes ? reinterpret_cast<float*>(record + format_.idx_bytes) : nullptr);
+    fill_meta(peer, token, reinterpret_cast<int32_t*>(record), format_.weight_bytes ? reinterpret_cast<float*>(record + format_.idx_bytes) : nullptr);
   }
   const std::byte* scales = nullptr;
   const std::byte* x = token_row(token, quantised, scales);
   context_->kernels.copy_row(record + format_.x_at, x, format_.x_bytes);
   if (scales) std::memcpy(record + format_.scales_at, scales, format_.scale_bytes);
-  for (size_t s = 0; s < args_.side.size(); ++s) std::memcpy(record + format_.side_at[s], args_.side[s].row(token), format_.side_bytes[s]);
+  for (size_t s = 0; s < args_.side.size(); ++s) core::copy_bytes(record + format_.side_at[s], args_.side[s].row(token), format_.side_bytes[s]);
   if (!there) context_->window->put(peer, offset, record, format_.record_bytes);
 }
 
@@ -186,7 +185,7 @@ void DispatchCall::write_direct(int peer, int64_t row, int64_t token) {
   const auto at = static_cast<size_t>(row);
   std::byte* there = context_->window->peer_ptr(peer);
   auto write = [&](size_t offset, const void* data, size_t bytes) {
-    if (there) std::memcpy(there + base + offset, data, bytes);
+    if (there) core::copy_bytes(there + base + offset, data, bytes);
     else context_->window->put(peer, base + offset, data, bytes);
   };
   const std::byte* scales = nullptr;
