@@ -285,11 +285,16 @@ void Server::bury_dead() {
 /// Rank 0 may be done with a step that others are still reading: they keep what the store holds now.
 void Server::say_farewell() {
   listeners_.clear();
+  const auto deadline = Clock::now() + std::chrono::seconds(1);
+  // What has been sent comes first: all of rank 0's own, whose connection is closed already, and what is there of the others'.
+  for (Connection& c : connections_) {
+    if (c.state != Connection::State::member) continue;
+    while (!c.dead && Clock::now() < deadline && wait_for(c.fd.get(), POLLIN, c.rank == 0 ? deadline : Clock::now())) read_from(c);
+  }
   for (Connection& c : connections_) {
     if (c.state != Connection::State::member) continue;
     for (const auto& [key, value] : values_) send(c, c.session->seal({.type = MessageType::set, .key = key, .value = value}));
   }
-  const auto deadline = Clock::now() + std::chrono::seconds(1);
   auto unsent = [this](Connection& c) {
     flush(c);
     pollfd p{.fd = c.fd.get(), .events = 0, .revents = 0};

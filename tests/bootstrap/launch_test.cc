@@ -50,6 +50,7 @@ class Launch : public testing::Test {
 
   /// A launcher in a process of its own; its output goes to files.
   void start(int num_ranks, std::vector<std::string> command, bool tag = false, double timeout_s = 0) {
+    std::fflush(nullptr);  // the child must not write our lines again
     launcher_ = fork();
     if (launcher_ != 0) return;
     dup2(open((folder_ + "/out").c_str(), O_WRONLY | O_CREAT | O_APPEND, 0600), STDOUT_FILENO);

@@ -86,6 +86,20 @@ TEST(TcpStore, RankZeroMayLeaveAStepFirst) {
   });
 }
 
+TEST(TcpStore, WhatRankZeroSetLastIsHandedOut) {
+  for (int round = 0; round < 30; ++round) {
+    Job job(2);
+    run(2, [&](int rank) {
+      auto store = job.open(rank);
+      for (int i = 0; rank == 0 && i < 50; ++i) store->set("key" + std::to_string(i), bytes(std::string(5000, 'v')));
+      if (rank == 0) return;
+      const auto last = store->get("key49", 20s);
+      ASSERT_TRUE(last);
+      EXPECT_EQ(last->size(), 5000u);
+    });
+  }
+}
+
 TEST(TcpStore, WhenRankZeroIsGoneTheOthersLearnIt) {
   Job job(3);
   std::barrier met(3);
