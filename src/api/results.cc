@@ -113,7 +113,7 @@ CombineResult BufferImpl::finish_combine(PendingImpl& pending) {
     outcome = call->take();
   }
   const CombineArgs& args = call->args();
-  const Routing& r = *args.handle->routing();
+  const Routing& r = call->routing();
   auto memory = std::make_shared<Memory>();
   memory->rows = outcome.memory;
   memory->side = std::move(outcome.side);

@@ -37,6 +37,7 @@ class CombineCall final : public Call {
   CombineOutcome take();
 
   const CombineArgs& args() const { return args_; }
+  const internal::Routing& routing() const { return *routing_; }
 
  private:
   /// Start of a record; `lost` is the number of the row's terms that are missing, or k for wire=rows.
