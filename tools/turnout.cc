@@ -68,6 +68,8 @@ void add_selftest(CLI::App& app, tools::SelftestOptions& o) {
 void add_launch(CLI::App& app, tools::LaunchOptions& o) {
   CLI::App* c = app.add_subcommand("launch", "Start a program once per rank on this machine: turnout launch -n N -- PROGRAM ...");
   c->add_option("-n,--ranks", o.num_ranks, "Ranks")->required()->check(CLI::PositiveNumber);
+  c->add_flag("--tag", o.tag, "Begin every line of output with its rank");
+  c->add_option("--timeout", o.timeout_s, "End the job after this many seconds")->check(CLI::PositiveNumber);
   c->add_option("program", o.command, "Program and its arguments, after --")->required();
 }
 
