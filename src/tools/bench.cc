@@ -79,6 +79,9 @@ CombineArgs combine_args(const Plan& plan, const DispatchResult& result, const s
   return args;
 }
 
+/// Whether expert output can lie where the rows arrived, in registered memory: a lease of the same type.
+bool in_place(const Plan& plan, const DispatchResult& result) { return result.is_lease && plan.spec.quantize == Quantize::none; }
+
 core::Topology topology_of(Communicator& communicator) {
   const int node = communicator.node();
   std::vector<int> nodes;
@@ -119,7 +122,13 @@ std::string verify(Communicator& communicator, const Plan& plan, const ProblemSp
     back.ranks.push_back(std::move(input));
   }
   const auto sums = core::reference_combine(back);
-  const CombineResult combined = buffer.combine(combine_args(plan, result, back.ranks[me].y.data(), spec.dtype));
+  CombineArgs bring = combine_args(plan, result, back.ranks[me].y.data(), spec.dtype);
+  if (in_place(plan, result) && bring.y.ndim == 2) {
+    const size_t row_bytes = static_cast<size_t>(spec.hidden) * size_of(spec.dtype);
+    for (int64_t row = 0; row < bring.y.shape[0]; ++row) std::memcpy(result.x.row(row), bring.y.row(row), row_bytes);
+    bring.y = result.x;
+  }
+  const CombineResult combined = buffer.combine(bring);
   return text.empty() ? difference(combined, sums[me], spec.dtype, spec.hidden) : text;
 }
 
@@ -171,7 +180,8 @@ class Timing {
     fill_rows(y.data(), plan_.spec.dtype, y_rows * plan_.spec.hidden, 99);
     const auto limit = [&] { copy_combine(traffic_, communicator_.rank(), y.data(), row_bytes_, out_.data(), *arena_); };
     std::vector<double> limits = measures_limit_ ? timed("combine limit", limit, [] {}, 0.15) : std::vector<double>{};
-    const CombineArgs args = combine_args(plan_, result, y.data(), plan_.spec.dtype);
+    CombineArgs args = combine_args(plan_, result, y.data(), plan_.spec.dtype);
+    if (in_place(plan_, result)) args.y = result.x;  // experts that write where their rows came in
     std::optional<CombineResult> combined;
     const auto times = timed("combine", [&] { combined = buffer_->combine(args); }, [&] { combined.reset(); }, 1);
     append(limits, "combine limit", limit);
