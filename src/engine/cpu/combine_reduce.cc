@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t kMostTokensPerRound = 32;
 }
 
-/// The terms of one token. Own partial sums live in `own`, with room for one row in the wire's form.
+/// The terms of one token. An own partial sum that must be made first is made in add().
 struct CombineCall::TokenTerms {
   int64_t token = 0;
   std::vector<RowRef> rows;
@@ -22,7 +22,6 @@ struct CombineCall::TokenTerms {
   std::vector<int> node_end;  ///< rows[...] of one node end here
   int own = -1;               ///< index of the own term that must be computed first
   int64_t own_row = -1;
-  std::vector<std::byte> own_bytes;
 };
 
 bool CombineCall::stream_ended(int source) const {
