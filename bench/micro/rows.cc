@@ -1,5 +1,7 @@
 // Row kernels of each instruction set beside memcpy, in GB/s of bytes read and written, over rows that fit the second-level
 // cache and over rows that do not fit any. One thread, warm pages, the best of several passes.
+#include "engine/cpu/rows.h"
+
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -12,7 +14,6 @@
 #include <vector>
 
 #include "engine/cpu/page_pool.h"
-#include "engine/cpu/rows.h"
 #include "engine/cpu/rows_isa.h"
 
 namespace {
@@ -30,7 +31,8 @@ struct Options {
 /// Rows of any type one after the other, with room for scales.
 class Rows {
  public:
-  Rows(engine::PagePool& pool, size_t num_rows, size_t row_bytes) : stride_((row_bytes + 127) / 128 * 128), data_(static_cast<std::byte*>(pool.allocate(stride_ * num_rows))) {
+  Rows(engine::PagePool& pool, size_t num_rows, size_t row_bytes)
+      : stride_((row_bytes + 127) / 128 * 128), data_(static_cast<std::byte*>(pool.allocate(stride_ * num_rows))) {
     for (size_t i = 0; i < stride_ * num_rows; ++i) data_[i] = static_cast<std::byte>(i % 3 == 1 ? 0x3F : i & 0x3F);
   }
   std::byte* row(size_t i) const { return data_ + i * stride_; }
@@ -59,13 +61,13 @@ struct Sum {
 };
 
 constexpr Sum kSums[] = {
-    {"sum 1 bf16 -> bf16", 1, DType::bf16, DType::bf16, false},          {"sum 2 bf16 -> bf16", 2, DType::bf16, DType::bf16, false},
-    {"sum 2 bf16 -> bf16 weighted", 2, DType::bf16, DType::bf16, true},  {"sum 4 bf16 -> bf16", 4, DType::bf16, DType::bf16, false},
-    {"sum 4 bf16 -> bf16 weighted", 4, DType::bf16, DType::bf16, true},  {"sum 8 bf16 -> bf16", 8, DType::bf16, DType::bf16, false},
-    {"sum 8 bf16 -> bf16 weighted", 8, DType::bf16, DType::bf16, true},  {"sum 4 bf16 -> fp32", 4, DType::bf16, DType::fp32, false},
-    {"sum 2 fp32 -> bf16", 2, DType::fp32, DType::bf16, false},          {"sum 4 bf16 -> fp8", 4, DType::bf16, DType::fp8_e4m3, false},
-    {"sum 2 fp8 -> bf16", 2, DType::fp8_e4m3, DType::bf16, false},       {"sum 2 fp16 -> fp16", 2, DType::fp16, DType::fp16, false},
-    {"sum 2 fp32 -> fp32", 2, DType::fp32, DType::fp32, false},          {"sum 2 fp64 -> fp64", 2, DType::fp64, DType::fp64, false},
+    {"sum 1 bf16 -> bf16", 1, DType::bf16, DType::bf16, false},         {"sum 2 bf16 -> bf16", 2, DType::bf16, DType::bf16, false},
+    {"sum 2 bf16 -> bf16 weighted", 2, DType::bf16, DType::bf16, true}, {"sum 4 bf16 -> bf16", 4, DType::bf16, DType::bf16, false},
+    {"sum 4 bf16 -> bf16 weighted", 4, DType::bf16, DType::bf16, true}, {"sum 8 bf16 -> bf16", 8, DType::bf16, DType::bf16, false},
+    {"sum 8 bf16 -> bf16 weighted", 8, DType::bf16, DType::bf16, true}, {"sum 4 bf16 -> fp32", 4, DType::bf16, DType::fp32, false},
+    {"sum 2 fp32 -> bf16", 2, DType::fp32, DType::bf16, false},         {"sum 4 bf16 -> fp8", 4, DType::bf16, DType::fp8_e4m3, false},
+    {"sum 2 fp8 -> bf16", 2, DType::fp8_e4m3, DType::bf16, false},      {"sum 2 fp16 -> fp16", 2, DType::fp16, DType::fp16, false},
+    {"sum 2 fp32 -> fp32", 2, DType::fp32, DType::fp32, false},         {"sum 2 fp64 -> fp64", 2, DType::fp64, DType::fp64, false},
 };
 
 class Bench {

@@ -33,9 +33,9 @@ class TURNOUT_API Allocator {
 
 /// Arguments of dispatch(). T tokens of this rank, H elements per row, K experts per token.
 struct DispatchArgs {
-  TensorView x{};           ///< [T, H], any dtype, last stride 1; rows are moved as bytes
-  TensorView topk_idx{};    ///< [T, K] int32 or int64 dense; -1 = none; duplicates count twice. Not with `handle`.
-  TensorView topk_weights{};  ///< [T, K] fp32 or bf16 dense; optional. Not with `handle` (its weights are used again).
+  TensorView x{};                  ///< [T, H], any dtype, last stride 1; rows are moved as bytes
+  TensorView topk_idx{};           ///< [T, K] int32 or int64 dense; -1 = none; duplicates count twice. Not with `handle`.
+  TensorView topk_weights{};       ///< [T, K] fp32 or bf16 dense; optional. Not with `handle` (its weights are used again).
   std::vector<TensorView> side{};  ///< any number of [T, w] arrays that travel with the rows (scales), last stride 1
   const Handle* handle = nullptr;  ///< reuse this routing instead of topk_idx: no counting
 
@@ -44,10 +44,10 @@ struct DispatchArgs {
   /// Absent: exact (the host waits for the counts; never fails for size). Given: rows per receiving rank, padding
   /// included, or rows per local expert (expert_slab, where it is required). The same on all ranks, 0 allowed.
   std::optional<int64_t> capacity{};
-  int expert_alignment = 1;  ///< expert_major: groups start at multiples of this
+  int expert_alignment = 1;            ///< expert_major: groups start at multiples of this
   Quantize quantize = Quantize::none;  ///< of bf16, fp16 or fp32 x; scales arrive as result.x_scales
   ResultKind result = ResultKind::automatic;
-  TensorView out{};          ///< optional: rows of the result go here ([>= rows, H], last stride 1; slab: dense)
+  TensorView out{};                     ///< optional: rows of the result go here ([>= rows, H], last stride 1; slab: dense)
   Receive receive = Receive::deferred;  ///< of dispatch_async
   OnFailure on_failure = OnFailure::raise;
   int lane = 0;
@@ -58,19 +58,19 @@ struct DispatchArgs {
 /// With a capacity the first dimension of the row arrays is the capacity and `num_rows` says how many are real.
 class TURNOUT_API DispatchResult {
  public:
-  TensorView x;             ///< rank_major and expert_major [N, H], expert_slab [Le, C, H]; row stride may exceed H
-  TensorView x_scales;      ///< fused quantisation: fp32 [N, ceil(H/128)] or ue8m0; slab [Le, C, ceil(H/128)]
+  TensorView x;                  ///< rank_major and expert_major [N, H], expert_slab [Le, C, H]; row stride may exceed H
+  TensorView x_scales;           ///< fused quantisation: fp32 [N, ceil(H/128)] or ue8m0; slab [Le, C, ceil(H/128)]
   std::vector<TensorView> side;  ///< as given, with the rows of x
-  TensorView topk_idx;      ///< rank_major: int32 [N, K] local expert, -1 where not local
-  TensorView topk_weights;  ///< fp32: rank_major [N, K] (0 where not local), expert_major [N], slab [Le, C]
-  TensorView num_rows;      ///< int64 [1]: rows present (expert_major: padding included)
-  TensorView expert_counts;   ///< int32 [Le]: rows of each local expert, without padding
-  TensorView expert_offsets;  ///< int64 [Le + 1]: where each group starts, in rows of x (expert_major) or in sorted_rows (rank_major)
-  TensorView sorted_rows;     ///< rank_major: int32 [sum of expert_counts]: rows of x grouped by expert, for a gathering GEMM
-  TensorView num_dropped;     ///< int64 [1]: (token, expert) rows (rank_major: token rows) that exceeded the capacity
-  TensorView arrived;         ///< receive = resident: int64 [num_ranks] arrival counters, rows of each source present so far (rank_major)
+  TensorView topk_idx;           ///< rank_major: int32 [N, K] local expert, -1 where not local
+  TensorView topk_weights;       ///< fp32: rank_major [N, K] (0 where not local), expert_major [N], slab [Le, C]
+  TensorView num_rows;           ///< int64 [1]: rows present (expert_major: padding included)
+  TensorView expert_counts;      ///< int32 [Le]: rows of each local expert, without padding
+  TensorView expert_offsets;     ///< int64 [Le + 1]: where each group starts, in rows of x (expert_major) or in sorted_rows (rank_major)
+  TensorView sorted_rows;        ///< rank_major: int32 [sum of expert_counts]: rows of x grouped by expert, for a gathering GEMM
+  TensorView num_dropped;        ///< int64 [1]: (token, expert) rows (rank_major: token rows) that exceeded the capacity
+  TensorView arrived;            ///< receive = resident: int64 [num_ranks] arrival counters, rows of each source present so far (rank_major)
   Handle handle;
-  bool is_lease = false;    ///< x lies in the receive region
+  bool is_lease = false;  ///< x lies in the receive region
 
   DispatchResult();
   DispatchResult(DispatchResult&&) noexcept;
@@ -93,13 +93,13 @@ enum class CombineWeights : uint8_t {
 
 /// Arguments of combine().
 struct CombineArgs {
-  TensorView y{};     ///< rows in the handle's layout: [N, H'] or [Le, C, H'], fp16, bf16, fp32 or fp64, last stride 1
+  TensorView y{};  ///< rows in the handle's layout: [N, H'] or [Le, C, H'], fp16, bf16, fp32 or fp64, last stride 1
   const Handle* handle = nullptr;
   CombineWeights apply = CombineWeights::none;
-  TensorView weights{};  ///< with CombineWeights::rows: fp32 or bf16 [N] or [Le, C]
-  TensorView side{};   ///< optional fp32, one scalar per row, carried back to [T, K]: [N] or [Le, C]; rank_major [N, K]
+  TensorView weights{};       ///< with CombineWeights::rows: fp32 or bf16 [N] or [Le, C]
+  TensorView side{};          ///< optional fp32, one scalar per row, carried back to [T, K]: [N] or [Le, C]; rank_major [N, K]
   Wire wire = Wire::payload;  ///< rows: expert_major and expert_slab only
-  TensorView out{};    ///< optional [T, H'] of y's dtype
+  TensorView out{};           ///< optional [T, H'] of y's dtype
   Mode mode = Mode::automatic;
   OnFailure on_failure = OnFailure::raise;
   int lane = 0;

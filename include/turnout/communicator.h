@@ -72,8 +72,7 @@ class TURNOUT_API Communicator {
 
 /// Runs `body` on `num_ranks` threads, each a virtual rank with its own Communicator, and returns when all are done.
 /// The first exception of the lowest rank that threw is rethrown.
-TURNOUT_API void run_virtual_ranks(int num_ranks, const std::function<void(Communicator&)>& body,
-                                   const CommunicatorOptions& options = {});
+TURNOUT_API void run_virtual_ranks(int num_ranks, const std::function<void(Communicator&)>& body, const CommunicatorOptions& options = {});
 
 /// "major.minor.patch" of the loaded library.
 TURNOUT_API std::string_view version();

@@ -25,25 +25,25 @@ struct Timeouts {
 
 /// Agreed by all ranks when a Buffer is made; a difference raises InvalidArgument on all ranks with a table.
 struct TURNOUT_API BufferConfig {
-  int num_experts = 0;          ///< physical experts, 1 or more; need not be divisible by the ranks
-  int64_t hidden = 0;           ///< widest row, in elements of `dtype`; any number >= 1
-  DType dtype = DType::bf16;    ///< widest row type: rows of any call have at most hidden * size_of(dtype) bytes
+  int num_experts = 0;              ///< physical experts, 1 or more; need not be divisible by the ranks
+  int64_t hidden = 0;               ///< widest row, in elements of `dtype`; any number >= 1
+  DType dtype = DType::bf16;        ///< widest row type: rows of any call have at most hidden * size_of(dtype) bytes
   int64_t max_tokens_per_rank = 0;  ///< most tokens a rank gives to one dispatch
-  int max_topk = 8;             ///< most experts per token, at most kMaxTopk
-  size_t max_side_bytes = 0;    ///< most bytes of side arrays per row, all together (fused scales come on top)
+  int max_topk = 8;                 ///< most experts per token, at most kMaxTopk
+  size_t max_side_bytes = 0;        ///< most bytes of side arrays per row, all together (fused scales come on top)
 
   /// Owner of each expert; empty: in order, the first num_experts % num_ranks ranks hold one more.
   std::vector<int> expert_to_rank{};
   /// Logical number of each physical expert; empty: every expert is its own.
   std::vector<int> replica_of{};
 
-  int num_lanes = 1;            ///< independent sequences of calls
-  int max_outstanding = 2;      ///< calls of a lane that may be in flight at once, the one being waited for included
-  size_t receive_bytes = 0;     ///< receive region; 0: two results of a balanced routing at max_tokens_per_rank
-  size_t staging_bytes = 0;     ///< staging per peer, lane and outstanding call; 0: chosen from row size and ranks
+  int num_lanes = 1;         ///< independent sequences of calls
+  int max_outstanding = 2;   ///< calls of a lane that may be in flight at once, the one being waited for included
+  size_t receive_bytes = 0;  ///< receive region; 0: two results of a balanced routing at max_tokens_per_rank
+  size_t staging_bytes = 0;  ///< staging per peer, lane and outstanding call; 0: chosen from row size and ranks
 
   // Local choices: need not agree.
-  int num_threads = 1;          ///< threads that move rows in a call, this one included
+  int num_threads = 1;  ///< threads that move rows in a call, this one included
   Timeouts timeouts{};
   /// Writes pages of the receive region before the first call (first touch costs many times a copy).
   bool touch_pages = false;

@@ -33,9 +33,7 @@ struct TURNOUT_API TensorView {
   bool is_dense() const;
 
   /// First byte of row `i` (and of matrix `j`, row `i` for three dimensions).
-  std::byte* row(int64_t i) const {
-    return static_cast<std::byte*>(data) + i * strides[0] * static_cast<int64_t>(size_of(dtype));
-  }
+  std::byte* row(int64_t i) const { return static_cast<std::byte*>(data) + i * strides[0] * static_cast<int64_t>(size_of(dtype)); }
   template <class T>
   T* as() const {
     return static_cast<T*>(data);

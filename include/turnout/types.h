@@ -26,9 +26,7 @@ constexpr size_t size_of(DType dtype) {
 }
 
 /// True for the types that combine() can add.
-constexpr bool is_summable(DType dtype) {
-  return dtype == DType::fp16 || dtype == DType::bf16 || dtype == DType::fp32 || dtype == DType::fp64;
-}
+constexpr bool is_summable(DType dtype) { return dtype == DType::fp16 || dtype == DType::bf16 || dtype == DType::fp32 || dtype == DType::fp64; }
 
 /// How a call trades latency for bandwidth. `automatic` chooses by the bytes of the largest call the Buffer allows.
 enum class Mode : uint8_t { automatic, throughput, low_latency };

@@ -97,10 +97,12 @@ void check_routing_args(const engine::Context& context, const DispatchArgs& args
   const BufferConfig& config = context.config;
   const int64_t tokens = args.x.shape[0];
   check_matrix("dispatch: topk_idx", args.topk_idx);
-  if (args.topk_idx.dtype != DType::i32 && args.topk_idx.dtype != DType::i64) refuse("dispatch: topk_idx is " + args.topk_idx.to_string() + ", but must be i32 or i64");
+  if (args.topk_idx.dtype != DType::i32 && args.topk_idx.dtype != DType::i64)
+    refuse("dispatch: topk_idx is " + args.topk_idx.to_string() + ", but must be i32 or i64");
   if (args.topk_idx.shape[0] != tokens) refuse("dispatch: x has " + str(tokens) + " tokens but topk_idx has " + str(args.topk_idx.shape[0]));
   const int64_t topk = args.topk_idx.shape[1];
-  if (topk < 1 || topk > config.max_topk) refuse("dispatch: topk_idx has " + str(topk) + " experts per token, but this Buffer takes 1 to " + str(config.max_topk) + " (max_topk)");
+  if (topk < 1 || topk > config.max_topk)
+    refuse("dispatch: topk_idx has " + str(topk) + " experts per token, but this Buffer takes 1 to " + str(config.max_topk) + " (max_topk)");
   check_dense("dispatch: topk_idx", args.topk_idx);
   check_ids(args.topk_idx, config.num_experts);
   if (args.topk_weights.defined()) {
@@ -135,7 +137,8 @@ void check_dispatch(const engine::Context& context, const DispatchArgs& args) {
   }
   if (args.handle) {
     const internal::Routing& r = check_handle("dispatch", context, args.handle);
-    if (args.topk_idx.defined() || args.topk_weights.defined()) refuse("dispatch: topk_idx and topk_weights are in the handle already; leave them out");
+    if (args.topk_idx.defined() || args.topk_weights.defined())
+      refuse("dispatch: topk_idx and topk_weights are in the handle already; leave them out");
     if (tokens != r.num_tokens) refuse("dispatch: x has " + str(tokens) + " tokens but the handle has " + str(r.num_tokens));
   } else {
     check_routing_args(context, args);
@@ -197,9 +200,11 @@ void check_combine(const engine::Context& context, const CombineArgs& args) {
     refuse(args.weights.defined() ? "combine: weights are given but not applied; set apply=rows" : "combine: apply=rows, but weights are missing");
   }
   if (args.weights.defined()) {
-    if (args.weights.dtype != DType::fp32 && args.weights.dtype != DType::bf16) refuse("combine: weights is " + args.weights.to_string() + ", but must be fp32 or bf16");
+    if (args.weights.dtype != DType::fp32 && args.weights.dtype != DType::bf16)
+      refuse("combine: weights is " + args.weights.to_string() + ", but must be fp32 or bf16");
     check_dense("combine: weights", args.weights);
-    if (args.weights.num_elements() < need) refuse("combine: weights has " + str(args.weights.num_elements()) + " elements for " + str(need) + " rows");
+    if (args.weights.num_elements() < need)
+      refuse("combine: weights has " + str(args.weights.num_elements()) + " elements for " + str(need) + " rows");
     if (need > 0 && !args.weights.data) refuse("combine: weights has null data");
     check_aligned("combine: weights", args.weights);
   }
@@ -213,7 +218,8 @@ void check_combine(const engine::Context& context, const CombineArgs& args) {
   }
   if (args.out.defined()) {
     check_output("combine: out", args.out, args.y.dtype, args.y.shape[static_cast<size_t>(args.y.ndim - 1)]);
-    if (args.out.ndim != 2 || args.out.shape[0] != r.num_tokens) refuse("combine: out is " + args.out.to_string() + ", but the handle has " + str(r.num_tokens) + " tokens");
+    if (args.out.ndim != 2 || args.out.shape[0] != r.num_tokens)
+      refuse("combine: out is " + args.out.to_string() + ", but the handle has " + str(r.num_tokens) + " tokens");
   }
 }
 

@@ -73,7 +73,6 @@ class BufferImpl : public std::enable_shared_from_this<BufferImpl> {
   [[noreturn]] void refuse(const Args& args, engine::Lane& lane, const InvalidArgument& why);
   void agree(const BufferConfig& config);
 
-
   std::shared_ptr<CommunicatorImpl> communicator_;
   std::shared_ptr<engine::Context> context_;
   std::vector<std::unique_ptr<engine::Lane>> lanes_;

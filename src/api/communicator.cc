@@ -51,7 +51,8 @@ Communicator Communicator::from_bootstrap(std::unique_ptr<Bootstrap> bootstrap, 
   return Communicator(std::move(impl));
 }
 
-Communicator Communicator::from_store(std::shared_ptr<Store> store, int rank, int num_ranks, const std::string& name, const CommunicatorOptions& options) {
+Communicator Communicator::from_store(std::shared_ptr<Store> store, int rank, int num_ranks, const std::string& name,
+                                      const CommunicatorOptions& options) {
   return from_bootstrap(store_bootstrap(std::move(store), rank, num_ranks, name, options.timeout), options);
 }
 

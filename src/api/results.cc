@@ -80,7 +80,8 @@ DispatchResult BufferImpl::finish_dispatch(PendingImpl& pending) {
   }
   for (size_t s = 0; s < args.side.size(); ++s) {
     const TensorView& side = args.side[s];
-    result.side.push_back(shape.array(at(outcome.block.side[s]), side.dtype, side.shape[1], side.shape[1] * static_cast<int64_t>(size_of(side.dtype))));
+    result.side.push_back(
+        shape.array(at(outcome.block.side[s]), side.dtype, side.shape[1], side.shape[1] * static_cast<int64_t>(size_of(side.dtype))));
   }
   const int64_t local = r.num_local_experts();
   result.num_rows = TensorView::dense(&memory->num_rows, DType::i64, {1});

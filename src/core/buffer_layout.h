@@ -22,10 +22,10 @@ struct RegionCursor {
 struct BufferShape {
   int num_ranks = 1;
   int num_lanes = 1;
-  int depth = 2;                ///< staging copies: one more than calls may be outstanding
-  size_t header_bytes = 0;      ///< of one call's header to one rank
+  int depth = 2;                   ///< staging copies: one more than calls may be outstanding
+  size_t header_bytes = 0;         ///< of one call's header to one rank
   size_t least_staging_bytes = 0;  ///< what a ring must hold at once: four of the largest records, or all rows of a token
-  size_t staging_bytes = 0;     ///< of one ring; 0: chosen here
+  size_t staging_bytes = 0;        ///< of one ring; 0: chosen here
   size_t receive_bytes = 0;
 };
 

@@ -160,9 +160,12 @@ class Timing {
 
   ReportCase dispatch() {
     const auto limit = [&] { copy_dispatch(traffic_, communicator_.rank(), x_.data(), moved_bytes(), arena_->data()); };
-    std::vector<double> limits = measures_limit_ ? timed("dispatch limit", limit, [] {}, 0.15) : std::vector<double>{};
+    std::vector<double> limits = measures_limit_ ? timed(
+                                                       "dispatch limit", limit, [] {}, 0.15)
+                                                 : std::vector<double>{};
     std::optional<DispatchResult> result;
-    const auto times = timed("dispatch", [&] { result = buffer_->dispatch(args_); }, [&] { result.reset(); }, 1);
+    const auto times = timed(
+        "dispatch", [&] { result = buffer_->dispatch(args_); }, [&] { result.reset(); }, 1);
     append(limits, "dispatch limit", limit);
     ReportCase c = new_case("dispatch", times, limits);
     c.remote_bytes = traffic_.remote_pairs() * static_cast<int64_t>(moved_bytes());
@@ -179,11 +182,14 @@ class Timing {
     WarmMemory y(static_cast<size_t>(y_rows) * row_bytes_);
     fill_rows(y.data(), plan_.spec.dtype, y_rows * plan_.spec.hidden, 99);
     const auto limit = [&] { copy_combine(traffic_, communicator_.rank(), y.data(), row_bytes_, out_.data(), *arena_); };
-    std::vector<double> limits = measures_limit_ ? timed("combine limit", limit, [] {}, 0.15) : std::vector<double>{};
+    std::vector<double> limits = measures_limit_ ? timed(
+                                                       "combine limit", limit, [] {}, 0.15)
+                                                 : std::vector<double>{};
     CombineArgs args = combine_args(plan_, result, y.data(), plan_.spec.dtype);
     if (in_place(plan_, result)) args.y = result.x;  // experts that write where their rows came in
     std::optional<CombineResult> combined;
-    const auto times = timed("combine", [&] { combined = buffer_->combine(args); }, [&] { combined.reset(); }, 1);
+    const auto times = timed(
+        "combine", [&] { combined = buffer_->combine(args); }, [&] { combined.reset(); }, 1);
     append(limits, "combine limit", limit);
     ReportCase c = new_case("combine", times, limits);
     const auto bytes = static_cast<int64_t>(row_bytes_);
@@ -201,7 +207,8 @@ class Timing {
   template <class Call>
   void append(std::vector<double>& limits, const char* label, Call call) {
     if (!measures_limit_) return;
-    const auto more = timed(label, call, [] {}, 0.15);
+    const auto more = timed(
+        label, call, [] {}, 0.15);
     limits.insert(limits.end(), more.begin(), more.end());
   }
 
@@ -303,7 +310,8 @@ int bench_rank(Communicator& communicator, const BenchOptions& o) {
   if (plan.combine) report.cases.push_back(timing.combine());
   for (ReportCase& c : report.cases) c.verified = true;
   if (speaks) {
-    std::printf("\n%-9s %11s %11s %11s %8s %11s %11s %9s %7s\n", "op", "p50 us", "p99 us", "limit us", "x limit", "remote MB", "total MB", "GB/s", "calls");
+    std::printf("\n%-9s %11s %11s %11s %8s %11s %11s %9s %7s\n", "op", "p50 us", "p99 us", "limit us", "x limit", "remote MB", "total MB", "GB/s",
+                "calls");
     for (const ReportCase& c : report.cases) print_case(c);
   }
   if (communicator.rank() == 0 && !o.json.empty()) write_report(report, o.json);
@@ -316,8 +324,8 @@ int run_bench(const BenchOptions& options) {
   plan_of(options, std::max(options.ranks, 1));  // words that are wrong are told once, before ranks start
   CommunicatorOptions communicator;
   communicator.transport = options.transport;
-  return run_ranks(options.ranks, placement_from(options.placement), options.arguments,
-                   [&](Communicator& c) { return bench_rank(c, options); }, communicator);
+  return run_ranks(
+      options.ranks, placement_from(options.placement), options.arguments, [&](Communicator& c) { return bench_rank(c, options); }, communicator);
 }
 
 }  // namespace turnout::tools

@@ -13,7 +13,7 @@ namespace turnout::tools {
 struct BenchOptions {
   int ranks = 2;
   std::string placement = "processes";
-  std::string model;  ///< gives hidden, top-k and experts
+  std::string model;      ///< gives hidden, top-k and experts
   int64_t tokens = 2048;  ///< per rank
   int64_t hidden = 7168;
   int topk = 8, experts = 256;

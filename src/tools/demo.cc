@@ -10,9 +10,9 @@
 
 #include "core/routing.h"
 #include "tools/bench.h"
+#include "tools/environment.h"
 #include "tools/moe_layer.h"
 #include "tools/routing_source.h"
-#include "tools/environment.h"
 #include "tools/self_launch.h"
 #include "turnout/buffer.h"
 
@@ -106,7 +106,8 @@ class Demo {
     c.dtype = layer_.shape().dtype;
     c.max_tokens_per_rank = static_cast<int64_t>(most_words_);
     c.max_topk = layer_.shape().topk;
-    c.receive_bytes = 2 * total_words_ * size(layer_.shape().topk) * (layer_.row_bytes() + 128) / static_cast<size_t>(communicator_.num_ranks()) + (1 << 20);
+    c.receive_bytes =
+        2 * total_words_ * size(layer_.shape().topk) * (layer_.row_bytes() + 128) / static_cast<size_t>(communicator_.num_ranks()) + (1 << 20);
     c.touch_pages = true;
     return c;
   }
@@ -279,8 +280,8 @@ class Demo {
       std::printf("\nPASS: all %zu outputs are those of the layer on one rank (largest relative error %.2g, allowed %.2g)\n", total_words_,
                   all.max_error, tolerance());
     } else {
-      std::printf("\nFAIL: %ld of %zu outputs differ from the layer on one rank (largest relative error %.2g)\n",
-                  static_cast<long>(all.wrong_tokens), total_words_, all.max_error);
+      std::printf("\nFAIL: %ld of %zu outputs differ from the layer on one rank (largest relative error %.2g)\n", static_cast<long>(all.wrong_tokens),
+                  total_words_, all.max_error);
     }
   }
 
@@ -304,9 +305,8 @@ int run_demo(const DemoOptions& options) {
   wire_from(options.wire);
   mode_from(options.mode);
   if (words_of(read_text(text_to_read(options.text))).empty()) throw InvalidArgument("demo: --text " + options.text + " holds no words");
-  return run_ranks(options.ranks, placement_from(options.placement), options.arguments, [&](Communicator& communicator) {
-    return Demo(communicator, options).run();
-  });
+  return run_ranks(options.ranks, placement_from(options.placement), options.arguments,
+                   [&](Communicator& communicator) { return Demo(communicator, options).run(); });
 }
 
 }  // namespace turnout::tools

@@ -8,8 +8,8 @@ namespace turnout::tools {
 namespace {
 
 /// Reads two rows and writes one. Integer addition, so that only memory counts.
-__attribute__((target_clones("avx512f", "avx2", "default"), optimize("O3"))) void add_row(std::byte* out, const std::byte* a,
-                                                                                             const std::byte* b, size_t num_bytes) {
+__attribute__((target_clones("avx512f", "avx2", "default"), optimize("O3"))) void add_row(std::byte* out, const std::byte* a, const std::byte* b,
+                                                                                          size_t num_bytes) {
   for (size_t i = 0; i + 8 <= num_bytes; i += 8) {
     uint64_t x, y;
     std::memcpy(&x, a + i, 8);

@@ -76,9 +76,8 @@ void MoeLayer::route(const std::vector<std::byte>& x, std::vector<int32_t>& topk
     for (float& v : score) sum += v = std::exp(v - most);
     for (float& v : score) v /= sum;
     std::iota(order.begin(), order.end(), 0);
-    std::partial_sort(order.begin(), order.begin() + topk, order.end(), [&](int32_t a, int32_t b) {
-      return score[size(a)] != score[size(b)] ? score[size(a)] > score[size(b)] : a < b;
-    });
+    std::partial_sort(order.begin(), order.begin() + topk, order.end(),
+                      [&](int32_t a, int32_t b) { return score[size(a)] != score[size(b)] ? score[size(a)] > score[size(b)] : a < b; });
     float chosen = 0;
     for (int64_t k = 0; k < topk; ++k) chosen += score[size(order[size(k)])];
     for (int64_t k = 0; k < topk; ++k) {

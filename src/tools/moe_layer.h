@@ -35,8 +35,8 @@ class MoeLayer {
 
  private:
   LayerShape shape_;
-  std::vector<float> router_;    ///< [experts, hidden]
-  std::vector<float> up_, down_; ///< [experts, inner, hidden], [experts, inner, hidden] (transposed: rows are inner)
+  std::vector<float> router_;     ///< [experts, hidden]
+  std::vector<float> up_, down_;  ///< [experts, inner, hidden], [experts, inner, hidden] (transposed: rows are inner)
 };
 
 /// Elements of a row as fp32, and back with one rounding. bf16 and fp32.

@@ -51,9 +51,7 @@ std::optional<int64_t> take_number(std::string_view& text) {
   return value;
 }
 
-void skip(std::string_view& text, std::string_view characters) {
-  text.remove_prefix(std::min(text.find_first_not_of(characters), text.size()));
-}
+void skip(std::string_view& text, std::string_view characters) { text.remove_prefix(std::min(text.find_first_not_of(characters), text.size())); }
 
 void take_shape(std::string_view text, IntMatrix& matrix) {
   const std::string shown(text.substr(0, std::min(text.find(')'), size_t{60}) + 1));

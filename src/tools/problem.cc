@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+
 #include "tools/environment.h"
 
 namespace turnout::tools {
@@ -53,8 +54,8 @@ void fill_rows(std::byte* out, DType dtype, int64_t num_elements, uint64_t seed)
   const uint64_t half = (uint64_t{1} << (f.exponent_bits - 1)) - 1;
   for (int64_t i = 0; i < num_elements; ++i) {
     const uint64_t bits = random.next(), exponent = half - 3 + (bits >> 60) % 4;
-    const uint64_t value = (bits >> 59 & 1) << (f.exponent_bits + f.mantissa_bits) | exponent << f.mantissa_bits |
-                           (bits & ((uint64_t{1} << f.mantissa_bits) - 1));
+    const uint64_t value =
+        (bits >> 59 & 1) << (f.exponent_bits + f.mantissa_bits) | exponent << f.mantissa_bits | (bits & ((uint64_t{1} << f.mantissa_bits) - 1));
     std::memcpy(out + i * static_cast<int64_t>(size_of(dtype)), &value, size_of(dtype));  // little endian: the low bytes
   }
 }
@@ -73,8 +74,8 @@ core::DispatchProblem make_problem(const ProblemSpec& spec, int rows_of) {
   for (int rank = 0; rank < spec.num_ranks(); ++rank) {
     core::DispatchInput input;
     input.num_tokens = spec.tokens[size(rank)];
-    RoutingTable table = make_routing({.source = spec.routing, .num_experts = spec.num_experts, .topk = spec.topk,
-                                       .num_tokens = input.num_tokens, .seed = spec.seed}, rank);
+    RoutingTable table = make_routing(
+        {.source = spec.routing, .num_experts = spec.num_experts, .topk = spec.topk, .num_tokens = input.num_tokens, .seed = spec.seed}, rank);
     input.topk_idx = std::move(table.topk_idx);
     input.topk_weights = std::move(table.topk_weights);
     if (rows_of < 0 || rows_of == rank) {

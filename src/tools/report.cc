@@ -27,13 +27,38 @@ Json optional_json(const std::optional<T>& value) {
 }
 
 Json to_json_value(const ReportCase& c) {
-  return {{"library", c.library}, {"op", c.op}, {"mode", c.mode}, {"layout", c.layout}, {"dtype", c.dtype}, {"input_dtype", c.input_dtype},
-          {"tokens", c.tokens}, {"hidden", c.hidden}, {"top_k", c.top_k}, {"experts", c.experts}, {"ranks", c.ranks}, {"nodes", c.nodes},
-          {"transport", c.transport}, {"placement", c.placement}, {"launch", c.launch}, {"result", c.result}, {"size", c.size},
-          {"wire", c.wire}, {"routing", c.routing}, {"seed", c.seed}, {"l2", c.l2}, {"skew_us", optional_json(c.skew_us)},
-          {"p50_us", optional_json(c.p50_us)}, {"p99_us", optional_json(c.p99_us)}, {"kernel_us", optional_json(c.kernel_us)},
-          {"n_calls", c.n_calls}, {"limit_us", optional_json(c.limit_us)}, {"limit_kind", c.limit_kind}, {"remote_bytes", c.remote_bytes},
-          {"total_bytes", c.total_bytes}, {"sms", optional_json(c.sms)}, {"verified", c.verified}};
+  return {{"library", c.library},
+          {"op", c.op},
+          {"mode", c.mode},
+          {"layout", c.layout},
+          {"dtype", c.dtype},
+          {"input_dtype", c.input_dtype},
+          {"tokens", c.tokens},
+          {"hidden", c.hidden},
+          {"top_k", c.top_k},
+          {"experts", c.experts},
+          {"ranks", c.ranks},
+          {"nodes", c.nodes},
+          {"transport", c.transport},
+          {"placement", c.placement},
+          {"launch", c.launch},
+          {"result", c.result},
+          {"size", c.size},
+          {"wire", c.wire},
+          {"routing", c.routing},
+          {"seed", c.seed},
+          {"l2", c.l2},
+          {"skew_us", optional_json(c.skew_us)},
+          {"p50_us", optional_json(c.p50_us)},
+          {"p99_us", optional_json(c.p99_us)},
+          {"kernel_us", optional_json(c.kernel_us)},
+          {"n_calls", c.n_calls},
+          {"limit_us", optional_json(c.limit_us)},
+          {"limit_kind", c.limit_kind},
+          {"remote_bytes", c.remote_bytes},
+          {"total_bytes", c.total_bytes},
+          {"sms", optional_json(c.sms)},
+          {"verified", c.verified}};
 }
 
 /// First line that `command` prints, without its end; empty if it fails.
@@ -103,12 +128,22 @@ Report new_report(std::string command) {
 std::string to_json(const Report& r) {
   Json cases = Json::array();
   for (const ReportCase& c : r.cases) cases.push_back(to_json_value(c));
-  const Json json = {
-      {"schema", kReportSchema}, {"date", r.date}, {"command", r.command}, {"tree", r.tree}, {"tree_cuda", r.tree_cuda},
-      {"host", {{"cpu", r.host.cpu}, {"cores", r.host.cores}, {"memory_gib", r.host.memory_gib}, {"kernel", r.host.kernel},
-                {"compiler", r.host.compiler}, {"isa", r.host.isa}, {"load", r.host.load}}},
-      {"link_GBps", optional_json(r.link_GBps)}, {"cases", cases},
-      {"tests", {{"passed", r.tests.passed}, {"failed", r.tests.failed}, {"skipped", r.tests.skipped}, {"names", r.tests.names}}}};
+  const Json json = {{"schema", kReportSchema},
+                     {"date", r.date},
+                     {"command", r.command},
+                     {"tree", r.tree},
+                     {"tree_cuda", r.tree_cuda},
+                     {"host",
+                      {{"cpu", r.host.cpu},
+                       {"cores", r.host.cores},
+                       {"memory_gib", r.host.memory_gib},
+                       {"kernel", r.host.kernel},
+                       {"compiler", r.host.compiler},
+                       {"isa", r.host.isa},
+                       {"load", r.host.load}}},
+                     {"link_GBps", optional_json(r.link_GBps)},
+                     {"cases", cases},
+                     {"tests", {{"passed", r.tests.passed}, {"failed", r.tests.failed}, {"skipped", r.tests.skipped}, {"names", r.tests.names}}}};
   return json.dump(1, ' ', false, Json::error_handler_t::replace) + "\n";
 }
 

@@ -174,8 +174,8 @@ int selftest_rank(Communicator& communicator, const SelftestOptions& options) {
 int run_selftest(const SelftestOptions& options) {
   CommunicatorOptions communicator;
   communicator.transport = options.transport;
-  return run_ranks(options.ranks, placement_from(options.placement), options.arguments,
-                   [&](Communicator& c) { return selftest_rank(c, options); }, communicator);
+  return run_ranks(
+      options.ranks, placement_from(options.placement), options.arguments, [&](Communicator& c) { return selftest_rank(c, options); }, communicator);
 }
 
 }  // namespace turnout::tools

@@ -46,9 +46,7 @@ struct SharedArena::Control {
 };
 
 SharedArena::SharedArena(Communicator& communicator, size_t num_bytes)
-    : rank_(communicator.rank()),
-      num_ranks_(communicator.num_ranks()),
-      yields_(num_ranks_ > static_cast<int>(std::thread::hardware_concurrency())) {
+    : rank_(communicator.rank()), num_ranks_(communicator.num_ranks()), yields_(num_ranks_ > static_cast<int>(std::thread::hardware_concurrency())) {
   const size_t front = round_up(sizeof(Control));
   total_ = front + round_up(num_bytes);
   Ticket mine;

@@ -23,8 +23,8 @@ struct RunChoices {
   int num_threads = 1;
   size_t receive_bytes = 0;  ///< 0: the default; small: results overflow it
   size_t staging_bytes = 0;
-  int repeats = 1;           ///< dispatch and combine so often, the last time with a cached handle
-  bool y_in_lease = false;   ///< rows of the combine lie in the receive region where they fit, and are spoilt right after it
+  int repeats = 1;          ///< dispatch and combine so often, the last time with a cached handle
+  bool y_in_lease = false;  ///< rows of the combine lie in the receive region where they fit, and are spoilt right after it
   bool i32_ids = false, bf16_weights = false;
 };
 
@@ -51,7 +51,8 @@ inline const std::byte* result_row(const TensorView& t, int64_t i) {
   return t.row(i / t.shape[1]) + i % t.shape[1] * t.strides[1] * static_cast<int64_t>(size_of(t.dtype));
 }
 
-inline void expect_rows(const char* what, const TensorView& got, const core::Bytes& want, const core::DispatchOutput& out, int64_t num_rows, Layout layout) {
+inline void expect_rows(const char* what, const TensorView& got, const core::Bytes& want, const core::DispatchOutput& out, int64_t num_rows,
+                        Layout layout) {
   if (out.array_rows == 0) return;
   const size_t width = want.size() / static_cast<size_t>(out.array_rows);
   for (int64_t i = 0; i < out.array_rows; ++i) {
@@ -175,7 +176,8 @@ inline void expect_matches_reference(uint64_t seed, const RandomLimits& limits, 
           const auto stride = static_cast<size_t>(result.x.strides[0]) * size_of(result.x.dtype);
           const bool in_lease = run.y_in_lease && result.is_lease && p.dispatch.layout == Layout::rank_major && y_bytes <= stride && stride % 8 == 0;
           if (in_lease) {
-            for (int64_t i = 0; i < back.y.shape[0]; ++i) std::memcpy(static_cast<std::byte*>(result.x.data) + static_cast<size_t>(i) * stride, back.y.row(i), y_bytes);
+            for (int64_t i = 0; i < back.y.shape[0]; ++i)
+              std::memcpy(static_cast<std::byte*>(result.x.data) + static_cast<size_t>(i) * stride, back.y.row(i), y_bytes);
             back.y = TensorView::matrix(result.x.data, p.dtype, back.y.shape[0], p.hidden, static_cast<int64_t>(stride / size_of(p.dtype)));
           }
           const CombineResult sum = run.async ? buffer.combine_async(back).wait() : buffer.combine(back);

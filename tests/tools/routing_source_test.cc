@@ -26,9 +26,7 @@ class TemporaryFile {
   std::filesystem::path path_;
 };
 
-RoutingOptions options(const std::string& source) {
-  return {.source = source, .num_experts = 32, .topk = 4, .num_tokens = 200, .seed = 7};
-}
+RoutingOptions options(const std::string& source) { return {.source = source, .num_experts = 32, .topk = 4, .num_tokens = 200, .seed = 7}; }
 
 std::vector<int64_t> load(const RoutingTable& table, int num_experts) {
   std::vector<int64_t> count(static_cast<size_t>(num_experts));
@@ -89,11 +87,10 @@ TEST(Routing, UniformIsEvenAndZipfIsNot) {
   o.source = "zipf:1.5";
   const auto skewed = load(make_routing(o, 0), 32);
   EXPECT_GT(*std::max_element(skewed.begin(), skewed.end()), 10 * *std::min_element(skewed.begin(), skewed.end()));
-  EXPECT_EQ(std::max_element(skewed.begin(), skewed.end()) - skewed.begin(),
-            [&] {
-              const auto other = load(make_routing(o, 1), 32);  // the same expert is popular on all ranks
-              return std::max_element(other.begin(), other.end()) - other.begin();
-            }());
+  EXPECT_EQ(std::max_element(skewed.begin(), skewed.end()) - skewed.begin(), [&] {
+    const auto other = load(make_routing(o, 1), 32);  // the same expert is popular on all ranks
+    return std::max_element(other.begin(), other.end()) - other.begin();
+  }());
 }
 
 TEST(Routing, OneExpertGetsEveryToken) {

@@ -98,8 +98,8 @@ class Call {
 
   // Filled by the derived call before the first exchange_headers().
   Header mine_{};
-  std::vector<int32_t> my_rows_;                   ///< [R]
-  std::vector<int64_t> my_pull_first_;         ///< [R] Header::pull_first for each addressee, or empty
+  std::vector<int32_t> my_rows_;                      ///< [R]
+  std::vector<int64_t> my_pull_first_;                ///< [R] Header::pull_first for each addressee, or empty
   std::vector<std::vector<int32_t>> my_expert_rows_;  ///< [R][local experts of that rank], or empty
 
  private:

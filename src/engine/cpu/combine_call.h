@@ -26,8 +26,8 @@ struct CombineOutcome {
 class CombineCall final : public Call {
  public:
   /// REQUIRES: args were checked against `routing`.
-  CombineCall(std::shared_ptr<Context> context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts,
-              const CombineArgs& args, std::shared_ptr<const internal::Routing> routing);
+  CombineCall(std::shared_ptr<Context> context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts, const CombineArgs& args,
+              std::shared_ptr<const internal::Routing> routing);
 
   bool progress() override;
   bool sent() const override { return all_headers_sent() && sends_left_ == 0; }
@@ -44,7 +44,7 @@ class CombineCall final : public Call {
   struct Meta {
     int32_t ordinal;  ///< position of the token in the source's list for this rank
     int32_t lost_or_k;
-    float weight;     ///< wire=rows with weights=rows
+    float weight;  ///< wire=rows with weights=rows
     float reserved;
   };
   /// What a rank sends back to a source: one entry per record, in order.
@@ -84,9 +84,9 @@ class CombineCall final : public Call {
 
   CombineArgs args_;
   std::shared_ptr<const internal::Routing> routing_;
-  size_t wire_bytes_ = 0, scale_bytes_ = 0;   ///< of a partial sum
+  size_t wire_bytes_ = 0, scale_bytes_ = 0;  ///< of a partial sum
   size_t side_floats_ = 0, row_at_ = 0, scales_at_ = 0, record_bytes_ = 0;
-  int64_t slots_ = 0;                         ///< records per ring
+  int64_t slots_ = 0;  ///< records per ring
   int64_t hidden_ = 0;
 
   // Send side.
@@ -95,13 +95,13 @@ class CombineCall final : public Call {
   int64_t sends_left_ = 0;
 
   // Reduce side.
-  std::vector<int> rank_order_;                  ///< ranks by (node, rank)
-  std::vector<int64_t> ordinal_;                 ///< [R] tokens of the list passed so far
-  std::vector<int64_t> taken_;                   ///< [R] records read
-  std::vector<int64_t> released_;                ///< [R] records whose slots were given back
+  std::vector<int> rank_order_;    ///< ranks by (node, rank)
+  std::vector<int64_t> ordinal_;   ///< [R] tokens of the list passed so far
+  std::vector<int64_t> taken_;     ///< [R] records read
+  std::vector<int64_t> released_;  ///< [R] records whose slots were given back
   int64_t next_token_ = 0;
-  bool pull_ = false;   ///< sources read this rank's rows in place
-  bool large_ = false;  ///< the result does not fit in a cache
+  bool pull_ = false;      ///< sources read this rank's rows in place
+  bool large_ = false;     ///< the result does not fit in a cache
   bool consumed_ = false;  ///< this rank needs nothing more of its peers' rows
   bool checked_ = false, finished_ = false, given_up_ = false;
 

@@ -196,7 +196,9 @@ bool CombineCall::gather_rows(int64_t token, TokenTerms& terms) {
         continue;
       }
       terms.rows.push_back({y_row(position), nullptr});
-      terms.weights.push_back(args_.apply == CombineWeights::source ? r.topk_weights[flat] : args_.apply == CombineWeights::rows ? weight_at(position) : 1.0f);
+      terms.weights.push_back(args_.apply == CombineWeights::source ? r.topk_weights[flat]
+                              : args_.apply == CombineWeights::rows ? weight_at(position)
+                                                                    : 1.0f);
       if (side_floats_) out_.side[flat] = side_of(row, k);
       continue;
     }
@@ -232,8 +234,7 @@ void CombineCall::add(const TokenTerms& terms) const {
   }
   if (rows_wire()) {
     context_->kernels.sum_rows(rows.data(), args_.apply == CombineWeights::none ? nullptr : terms.weights.data(), static_cast<int>(rows.size()),
-                               args_.y.dtype, hidden_, out, nullptr, args_.y.dtype,
-                               in_double());
+                               args_.y.dtype, hidden_, out, nullptr, args_.y.dtype, in_double());
     if (large_) context_->kernels.copy_row_streaming(place, out, out_bytes);
     return;
   }
@@ -268,8 +269,7 @@ void CombineCall::add(const TokenTerms& terms) const {
     rows = nodes;
     n = rows.size();
   }
-  context_->kernels.sum_rows(rows.data(), nullptr, static_cast<int>(n), wire_dtype(), hidden_, out, nullptr, args_.y.dtype,
-                               in_double());
+  context_->kernels.sum_rows(rows.data(), nullptr, static_cast<int>(n), wire_dtype(), hidden_, out, nullptr, args_.y.dtype, in_double());
   if (large_) context_->kernels.copy_row_streaming(place, out, out_bytes);
 }
 

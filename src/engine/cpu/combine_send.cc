@@ -26,7 +26,8 @@ bool CombineCall::send_to(int source) {
   int64_t& next = next_[at];
   if (next >= count || !header_sent(source)) return false;
   const int64_t taken = std::min(count_of(source, BufferLayout::kSpace), next);
-  const int64_t batch = std::min({count - next, slots_ - (next - taken), std::max<int64_t>(1, std::min(kBytesPerSignal / static_cast<int64_t>(record_bytes_), slots_ / 4))});
+  const int64_t batch = std::min(
+      {count - next, slots_ - (next - taken), std::max<int64_t>(1, std::min(kBytesPerSignal / static_cast<int64_t>(record_bytes_), slots_ / 4))});
   if (batch <= 0) return false;
   const size_t ring = context_->layout.ring_at(lane_, copy_, context_->rank);
   std::byte* there = context_->window->peer_ptr(source);
@@ -97,8 +98,8 @@ int32_t CombineCall::partial_sum(int64_t row, void* out, float* out_scales) cons
       ++n;
     }
   }
-  context_->kernels.sum_rows(terms, args_.apply == CombineWeights::none ? nullptr : weights, n, args_.y.dtype, hidden_, out, out_scales,
-                             wire_dtype(), in_double());
+  context_->kernels.sum_rows(terms, args_.apply == CombineWeights::none ? nullptr : weights, n, args_.y.dtype, hidden_, out, out_scales, wire_dtype(),
+                             in_double());
   return lost;
 }
 

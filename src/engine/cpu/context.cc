@@ -10,9 +10,8 @@ namespace {
 std::atomic<uint64_t> next_serial{1};
 }
 
-Context::Context(std::shared_ptr<transport::Transport> transport_, std::unique_ptr<transport::Window> window_,
-                 const core::BufferLayout& layout_, core::Topology topology_, const BufferConfig& config_,
-                 std::shared_ptr<Allocator> own_allocator_, Allocator* allocator_)
+Context::Context(std::shared_ptr<transport::Transport> transport_, std::unique_ptr<transport::Window> window_, const core::BufferLayout& layout_,
+                 core::Topology topology_, const BufferConfig& config_, std::shared_ptr<Allocator> own_allocator_, Allocator* allocator_)
     : transport(std::move(transport_)),
       window(std::move(window_)),
       layout(layout_),
@@ -27,9 +26,8 @@ Context::Context(std::shared_ptr<transport::Transport> transport_, std::unique_p
       own_allocator(std::move(own_allocator_)),
       allocator(allocator_),
       abort_seen_(static_cast<size_t>(num_ranks), 0) {
-  experts = std::make_shared<const core::ExpertMap>(config.expert_to_rank.empty()
-                                                        ? core::ExpertMap::split(config.num_experts, num_ranks)
-                                                        : core::ExpertMap::of(config.expert_to_rank, num_ranks));
+  experts = std::make_shared<const core::ExpertMap>(config.expert_to_rank.empty() ? core::ExpertMap::split(config.num_experts, num_ranks)
+                                                                                  : core::ExpertMap::of(config.expert_to_rank, num_ranks));
 }
 
 void Context::abort(const std::string& why, bool peer_failed) {

@@ -13,8 +13,8 @@ namespace {
 
 constexpr size_t kNumFacts = sizeof(CallFacts) / sizeof(int64_t);
 constexpr std::array<std::string_view, kNumFacts> kFactNames = {
-    "library", "call",       "epoch",     "expert map", "mode",      "layout",   "dtype",     "hidden",   "top-k",     "weights",
-    "side arrays", "side bytes", "side types", "capacity",   "alignment", "quantize", "wire",      "handle",   "on_failure"};
+    "library",     "call",       "epoch",      "expert map", "mode",      "layout",   "dtype", "hidden", "top-k",     "weights",
+    "side arrays", "side bytes", "side types", "capacity",   "alignment", "quantize", "wire",  "handle", "on_failure"};
 
 std::array<int64_t, kNumFacts> values_of(const CallFacts& facts) {
   std::array<int64_t, kNumFacts> values;

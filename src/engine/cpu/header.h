@@ -13,13 +13,13 @@ enum class CallKind : int64_t { dispatch = 1, combine = 2 };
 
 /// Facts that must be the same on all ranks, one line of the table each (fact_names in header.cc).
 struct CallFacts {
-  int64_t library = 0;     ///< major * 1'000'000 + minor * 1'000 + patch
-  int64_t kind = 0;        ///< CallKind
+  int64_t library = 0;  ///< major * 1'000'000 + minor * 1'000 + patch
+  int64_t kind = 0;     ///< CallKind
   int64_t epoch = 0;
   int64_t generation = 0;  ///< of the expert map: hash of it
   int64_t mode = 0;
   int64_t layout = 0;
-  int64_t dtype = 0;       ///< of x or y
+  int64_t dtype = 0;  ///< of x or y
   int64_t hidden = 0;
   int64_t topk = 0;
   int64_t weights = 0;     ///< dispatch: topk_weights given; combine: CombineWeights
@@ -30,7 +30,7 @@ struct CallFacts {
   int64_t alignment = 0;
   int64_t quantize = 0;
   int64_t wire = 0;
-  int64_t handle = 0;      ///< id of the handle used, 0 if none
+  int64_t handle = 0;  ///< id of the handle used, 0 if none
   int64_t on_failure = 0;
   friend bool operator==(const CallFacts&, const CallFacts&) = default;
 };
@@ -38,7 +38,7 @@ struct CallFacts {
 /// Fixed part of a header; `rows_to[num_ranks]` and, for the addressee, `expert_counts[max local experts]` follow.
 struct alignas(64) Header {
   CallFacts facts;
-  int64_t refused = 0;       ///< the sender rejected its own arguments: the call fails on all ranks
+  int64_t refused = 0;  ///< the sender rejected its own arguments: the call fails on all ranks
   int64_t num_tokens = 0;
   int64_t offer_offset = 0;  ///< the block of the sender's receive region that the addressee may write
   int64_t offer_bytes = 0;   ///< 0: none, send through the staging ring

@@ -157,9 +157,9 @@ void Lane::check_patience(const Call& call, Patience& patience) {
 
   if (now - patience.reported > limits.report_every) {
     patience.reported = now;
-    util::log(util::LogLevel::warn, "rank " + std::to_string(context_->rank) + " has waited " + seconds(waited) + " in " + call.name() +
-                                        " (lane " + std::to_string(index_) + ", epoch " + std::to_string(call.epoch()) + ", phase " +
-                                        waiting.phase + ") for rank " + join(waiting.peers));
+    util::log(util::LogLevel::warn, "rank " + std::to_string(context_->rank) + " has waited " + seconds(waited) + " in " + call.name() + " (lane " +
+                                        std::to_string(index_) + ", epoch " + std::to_string(call.epoch()) + ", phase " + waiting.phase +
+                                        ") for rank " + join(waiting.peers));
   }
 }
 

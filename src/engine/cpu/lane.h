@@ -55,14 +55,14 @@ class Lane {
     Clock::time_point since = Clock::now();  ///< of the last progress
     Clock::time_point reported = since;
     std::optional<Clock::time_point> gone_since;  ///< when some peer was first found gone
-    std::vector<uint64_t> heartbeats;        ///< when the wait became slow
-    std::vector<Clock::time_point> beat_at;  ///< when a heartbeat last moved
+    std::vector<uint64_t> heartbeats;             ///< when the wait became slow
+    std::vector<Clock::time_point> beat_at;       ///< when a heartbeat last moved
   };
   void fail(Call& call);
   bool progress_siblings();
   void check_patience(const Call& call, Patience& patience);
-  [[noreturn]] void expire(const Call& call, const Waiting& waiting, const std::vector<int>& peers, const std::string& state,
-                           Clock::duration waited, bool gone);
+  [[noreturn]] void expire(const Call& call, const Waiting& waiting, const std::vector<int>& peers, const std::string& state, Clock::duration waited,
+                           bool gone);
 
   std::shared_ptr<Context> context_;
   const int index_;

@@ -17,14 +17,14 @@ struct BlockFormat {
 
 struct RowFormat {
   // What a row consists of, in bytes; 0 where it has none.
-  size_t x_bytes = 0;       ///< after quantisation
-  size_t scale_bytes = 0;   ///< of fused quantisation
+  size_t x_bytes = 0;      ///< after quantisation
+  size_t scale_bytes = 0;  ///< of fused quantisation
   std::vector<size_t> side_bytes;
   size_t idx_bytes = 0;     ///< K local experts, int32; 0 if a handle knows them
   size_t weight_bytes = 0;  ///< K weights, fp32
 
   // Derived.
-  size_t x_stride = 0;      ///< between rows of a result: a multiple of 128
+  size_t x_stride = 0;                               ///< between rows of a result: a multiple of 128
   size_t x_at = 0, scales_at = 0, record_bytes = 0;  ///< in a record; idx at 0, weights behind them
   std::vector<size_t> side_at;
 

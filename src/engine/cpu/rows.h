@@ -31,8 +31,8 @@ struct RowKernels {
   /// Adds `num_terms` rows of `in` left to right: acc = w0*t0, then acc = acc + (wi*ti), every step rounded, in fp32
   /// (float64 if `in_double`). The sum starts at its first term; no terms give zeros; one rounding to `out_dtype`; NaN is canonical.
   /// `weights` null: unweighted. `in` and `out_dtype`: fp16, bf16, fp32, fp64, or fp8_e4m3 with block scales.
-  void (*sum_rows)(const RowRef* terms, const float* weights, int num_terms, DType in, int64_t hidden, void* out, float* out_scales,
-                   DType out_dtype, bool in_double);
+  void (*sum_rows)(const RowRef* terms, const float* weights, int num_terms, DType in, int64_t hidden, void* out, float* out_scales, DType out_dtype,
+                   bool in_double);
 };
 
 /// The best instruction set of this processor, or the one TURNOUT_CPU_ISA names.

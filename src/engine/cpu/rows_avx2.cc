@@ -1,6 +1,5 @@
 // The row kernels for avx2.
 #include "engine/cpu/rows_impl.h"
-
 #include "engine/cpu/rows_isa.h"
 
 namespace turnout::engine {
