@@ -1,0 +1,265 @@
+// Second kernel of a dispatch: which pairs are admitted, where their rows go in the result, and what the result says about
+// itself (counts, offsets, sorted rows). One block makes the tables; then all blocks go over the received ids.
+#include "engine/cuda/device/header.cuh"
+#include "engine/cuda/device/rows.cuh"
+#include "engine/cuda/kernels.h"
+
+namespace turnout::engine::cuda {
+namespace {
+
+constexpr int kThreads = 512;
+
+__device__ __forceinline__ int64_t padded(int64_t n, int64_t alignment) { return (n + alignment - 1) / alignment * alignment; }
+
+/// Sum over the block; every thread gets it.
+__device__ int64_t block_sum(int64_t v) {
+  __shared__ int64_t partial[kThreads / 32];
+  for (int d = 16; d > 0; d /= 2) v += __shfl_xor_sync(kFull, v, d);
+  __syncthreads();
+  if (lane_id() == 0) partial[warp_id()] = v;
+  __syncthreads();
+  int64_t sum = 0;
+  for (int w = 0; w < kThreads / 32; ++w) sum += partial[w];
+  return sum;
+}
+
+struct Received {  // ids, positions and weights as the sources put them into this rank's block
+  const int32_t* idx;
+  const int32_t* pair;
+  const float* weights;
+};
+__device__ __forceinline__ Received received(const DispatchArgs& a) {
+  const std::byte* block = a.common.team.base[a.common.team.rank] + a.block;
+  return {reinterpret_cast<const int32_t*>(block + a.offsets.idx), reinterpret_cast<const int32_t*>(block + a.offsets.pair),
+          reinterpret_cast<const float*>(block + a.offsets.weights)};
+}
+
+__device__ bool wait_meta(const DispatchArgs& a, Call call) {
+  const Common& c = a.common;
+  bool good = true;
+  for (int i = static_cast<int>(threadIdx.x); good && i < c.team.num_ranks * kMaxChunks; i += kThreads) {
+    const int s = i / kMaxChunks, chunk = i % kMaxChunks;
+    if (chunk >= num_chunks(a.routing.source_tokens[s])) continue;
+    const std::byte* p = c.team.base[c.team.rank] + c.arena.channel_at(c.lane, call.copy, s, chunk);
+    good = wait_signal(c, Phase::meta, s, call.epoch, true, reinterpret_cast<const uint64_t*>(p), nullptr);
+  }
+  return __syncthreads_and(good);
+}
+
+/// Adds the pairs of rows [begin, end) to counts[e]. The block calls it.
+__device__ void count_pairs(const DispatchArgs& a, int64_t begin, int64_t end, int32_t* counts) {
+  const Received in = received(a);
+  for (int64_t i = begin * a.num_topk + threadIdx.x; i < end * a.num_topk; i += kThreads) {
+    const int e = __ldcg(in.idx + i);
+    if (e >= 0) atomicAdd(&counts[e], 1);
+  }
+  __syncthreads();
+}
+
+/// Rows of the result if the first sources (`base` their pairs) and rows [begin, end) of the next are admitted.
+__device__ int64_t padded_rows(const DispatchArgs& a, const int32_t* base, int64_t begin, int64_t end, int local) {
+  int32_t* counts = a.routing.expert_counts;
+  __syncthreads();
+  for (int e = static_cast<int>(threadIdx.x); e < local; e += kThreads) counts[e] = base[e];
+  __syncthreads();
+  count_pairs(a, begin, end, counts);
+  int64_t sum = 0;
+  for (int e = static_cast<int>(threadIdx.x); e < local; e += kThreads) sum += padded(__ldcg(counts + e), a.alignment);
+  return block_sum(sum);
+}
+
+/// expert_major that does not fit: finds the first pair, in (source, token, k) order, that does not. Leaves expert_counts of what
+/// is admitted. Row and k of that pair go to routing.cut.
+__device__ void find_cut(const DispatchArgs& a, int local) {
+  const Routing& r = a.routing;
+  const int num_ranks = a.common.team.num_ranks;
+  int s = 0;
+  for (; s + 1 < num_ranks; ++s) {  // the source in which it lies: the next source's base is all of this one
+    int64_t sum = 0;
+    for (int e = static_cast<int>(threadIdx.x); e < local; e += kThreads) sum += padded(r.expert_base[(s + 1) * local + e], a.alignment);
+    if (block_sum(sum) > a.capacity) break;
+  }
+  const int32_t* base = r.expert_base + s * local;
+  int64_t low = r.recv_begin[s], high = r.recv_begin[s + 1];  // rows before `low` fit; with row `high` they do not
+  const int64_t begin = low, end = high;
+  while (low < high) {
+    const int64_t middle = (low + high + 1) / 2;
+    if (padded_rows(a, base, begin, middle, local) <= a.capacity) low = middle;
+    else high = middle - 1;
+  }
+  const int64_t rows = padded_rows(a, base, begin, low, local);
+  if (threadIdx.x == 0) {
+    int k = 0;
+    int64_t used = rows;
+    if (low < end) {
+      const Received in = received(a);
+      for (; k < a.num_topk; ++k) {
+        const int e = __ldcg(in.idx + low * a.num_topk + k);
+        if (e < 0) continue;
+        const int64_t cost = __ldcg(r.expert_counts + e) % a.alignment == 0 ? a.alignment : 0;
+        if (used + cost > a.capacity) break;
+        used += cost;
+        ++r.expert_counts[e];
+      }
+    }
+    r.cut[0] = static_cast<int32_t>(low);
+    r.cut[1] = k;
+  }
+  __syncthreads();
+}
+
+/// Counts of each expert become offsets; returns the total. One warp.
+__device__ int64_t prefix_offsets(const DispatchArgs& a, int local) {
+  const Routing& r = a.routing;
+  int64_t begin = 0;
+  for (int at = 0; at < local; at += 32) {
+    const int e = at + lane_id();
+    const int64_t n = e < local ? padded(__ldcg(r.expert_counts + e), a.layout == Layout::expert_major ? a.alignment : 1) : 0;
+    int64_t run = n;
+    for (int d = 1; d < 32; d *= 2) {
+      const int64_t v = __shfl_up_sync(kFull, run, d);
+      if (lane_id() >= d) run += v;
+    }
+    if (e < local) r.expert_offsets[e] = a.layout == Layout::expert_slab ? e * a.capacity : begin + run - n;
+    begin += __shfl_sync(kFull, run, 31);
+  }
+  if (lane_id() == 0) r.expert_offsets[local] = a.layout == Layout::expert_slab ? local * a.capacity : begin;
+  return begin;
+}
+
+__device__ void make_tables(const DispatchArgs& a, int local) {
+  const Routing& r = a.routing;
+  const int num_ranks = a.common.team.num_ranks, me = a.common.team.rank;
+  int64_t pairs = 0, full = 0;
+  for (int e = static_cast<int>(threadIdx.x); e < local; e += kThreads) {
+    int run = 0;
+    for (int s = 0; s < num_ranks; ++s) {
+      const int n = r.expert_base[s * local + e];
+      r.expert_base[s * local + e] = run;
+      run += n;
+    }
+    r.expert_counts[e] = a.layout == Layout::expert_slab && run > a.capacity ? static_cast<int32_t>(a.capacity) : run;
+    pairs += run;
+    full += padded(run, a.alignment);
+  }
+  const int64_t all_pairs = block_sum(pairs), all_rows = block_sum(full);
+  const int64_t token_rows = r.recv_begin[num_ranks];
+  int64_t asked = 0;
+  for (int s = 0; s < num_ranks; ++s) asked += r.rows[s * num_ranks + me];
+  if (threadIdx.x == 0) r.cut[0] = static_cast<int32_t>(token_rows), r.cut[1] = 0;
+  __syncthreads();
+  if (a.layout == Layout::expert_major && a.capacity >= 0 && all_rows > a.capacity) {
+    find_cut(a, local);
+  } else if (a.layout == Layout::rank_major && a.capacity >= 0 && asked > token_rows) {
+    for (int e = static_cast<int>(threadIdx.x); e < local; e += kThreads) r.expert_counts[e] = 0;
+    __syncthreads();
+    count_pairs(a, 0, token_rows, r.expert_counts);
+  }
+  int64_t admitted = 0;
+  for (int e = static_cast<int>(threadIdx.x); e < local; e += kThreads) admitted += __ldcg(r.expert_counts + e);
+  admitted = block_sum(admitted);
+  if (warp_id() == 0) {
+    const int64_t rows = prefix_offsets(a, local);
+    if (lane_id() == 0) {
+      *r.num_rows = a.layout == Layout::rank_major ? token_rows : a.layout == Layout::expert_major ? rows : admitted;
+      *r.num_dropped = a.layout == Layout::rank_major ? asked - token_rows : all_pairs - admitted;
+    }
+  }
+  __syncthreads();
+}
+
+__device__ __forceinline__ int source_of(const int32_t* begins, int num_ranks, int64_t row) {
+  int s = 0;
+  while (s + 1 < num_ranks && row >= begins[s + 1]) ++s;
+  return s;
+}
+
+/// Where each received pair goes.
+__device__ void place_pairs(const DispatchArgs& a, const int32_t* begins, int local, int64_t first, int64_t step) {
+  const Routing& r = a.routing;
+  const Received in = received(a);
+  const int num_ranks = a.common.team.num_ranks, topk = a.num_topk;
+  const int64_t rows = begins[num_ranks], cut_row = __ldcg(r.cut), cut_k = __ldcg(r.cut + 1);
+  for (int64_t i = first; i < rows * topk; i += step) {
+    const int64_t row = i / topk, k = i % topk;
+    const int e = __ldcg(in.idx + i);
+    const float weight = a.has_weights ? __ldcg(in.weights + i) : 0.0f;
+    r.recv_idx[i] = e;
+    if (a.has_weights) r.recv_weights[i] = weight;
+    if (e < 0) {
+      if (a.layout != Layout::rank_major) r.position[i] = -1;
+      continue;
+    }
+    const int64_t nth = static_cast<int64_t>(__ldcg(r.expert_base + source_of(begins, num_ranks, row) * local + e)) + __ldcg(in.pair + i);
+    const int64_t at = __ldcg(r.expert_offsets + e) + nth;
+    if (a.layout == Layout::rank_major) {
+      r.sorted_rows[at] = static_cast<int32_t>(row);
+      continue;
+    }
+    const bool fits = a.layout == Layout::expert_slab ? nth < a.capacity : row < cut_row || (row == cut_row && k < cut_k);
+    r.position[i] = fits ? static_cast<int32_t>(at) : -1;
+    if (fits && a.has_weights) r.row_weights[at] = weight;
+  }
+}
+
+/// Rows that are not there: no ids, no weights.
+__device__ void fill_rest(const DispatchArgs& a, const int32_t* begins, int local, int64_t first, int64_t step) {
+  const Routing& r = a.routing;
+  const int64_t rows = begins[a.common.team.num_ranks];
+  if (a.layout == Layout::rank_major) {
+    for (int64_t i = rows * a.num_topk + first; i < a.result_rows * a.num_topk; i += step) {
+      r.recv_idx[i] = -1;
+      if (a.has_weights) r.recv_weights[i] = 0.0f;
+    }
+    return;
+  }
+  if (!a.has_weights) return;
+  for (int64_t i = first; i < a.result_rows; i += step) {
+    // The expert whose group row i lies in: the last that begins at or before it.
+    int low = 0, high = local;
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      if (__ldcg(r.expert_offsets + middle) <= i) low = middle;
+      else high = middle;
+    }
+    const bool real = local > 0 && i < __ldcg(r.expert_offsets + local) && i - __ldcg(r.expert_offsets + low) < __ldcg(r.expert_counts + low);
+    if (!real) r.row_weights[i] = 0.0f;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads, 1) admit_kernel(const __grid_constant__ DispatchArgs a) {
+  __shared__ int32_t begins[kMaxRanks + 1];
+  const Common& c = a.common;
+  const Call call = call_of(c);
+  if (is_aborted(c)) return;
+  const int local = c.experts->num_local[c.team.rank];
+  const int role = take_role(c, call, kRoleTicket);
+  if (!wait_meta(a, call)) return;
+  if (role == 0) {
+    make_tables(a, local);
+    if (threadIdx.x == 0) {
+      __threadfence();
+      store_release_gpu(&a.flags[kAdmitted], call.epoch);
+    }
+  }
+  const bool ready = threadIdx.x == 0 ? wait_local(c, call.epoch, &a.flags[kAdmitted]) : true;
+  if (!__syncthreads_and(ready)) return;
+  for (int s = static_cast<int>(threadIdx.x); s <= c.team.num_ranks; s += kThreads) begins[s] = a.routing.recv_begin[s];
+  __syncthreads();
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x, step = static_cast<int64_t>(gridDim.x) * kThreads;
+  place_pairs(a, begins, local, first, step);
+  fill_rest(a, begins, local, first, step);
+}
+
+}  // namespace
+
+cudaError_t launch_admit(const DispatchArgs& a, int blocks, cudaStream_t stream) {
+  admit_kernel<<<blocks, kThreads, 0, stream>>>(a);
+  return cudaGetLastError();
+}
+cudaError_t prepare_admit() {
+  cudaFuncAttributes unused;
+  return cudaFuncGetAttributes(&unused, admit_kernel);
+}
+
+}  // namespace turnout::engine::cuda

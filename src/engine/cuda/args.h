@@ -1,0 +1,223 @@
+// What host and kernels of the CUDA engine agree on: plain structs, given to kernels by value. No CUDA types.
+//
+// A dispatch is  plan -> [exact: the host learns the counts] -> admit -> move;  a combine is one kernel. In low_latency mode
+// each call is one kernel of its own. All kernels of a call run in order of one stream, so a kernel may rely on all that the
+// kernels before it wrote here; only what peers write is waited for.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "engine/cpu/header.h"
+#include "engine/cuda/layout.h"
+#include "turnout/buffer.h"
+
+namespace turnout::engine::cuda {
+
+/// Ranks that reach each other by load and store: base[r] is the arena of rank r in this rank's address space.
+struct Team {
+  int rank = 0, num_ranks = 1;
+  std::byte* base[kMaxRanks] = {};
+};
+
+/// Where a wait stood when it gave up; in host-visible memory, written once (kState last).
+struct WaitRecord {
+  uint64_t state = 0;  ///< 0: none; 1: a wait expired; 2: ranks disagree about facts; 3: a rank refused; 4: an id is out of range
+  int32_t peer = -1, lane = 0, phase = 0, k = 0;
+  int64_t epoch = 0, expected = 0, seen = 0, value = 0;
+};
+
+/// Phases of a call, for WaitRecord::phase; text in engine.cc.
+enum class Phase : int32_t { counts = 1, offer, meta, rows, partials, local_blocks, low_latency_rows, low_latency_partials };
+
+/// Host memory that the device reads and writes (pinned and mapped), one per Buffer.
+struct HostWords {
+  uint64_t abort = 0;  ///< set by the host: stop waiting (a process died, another rank aborted)
+  uint64_t status = 0; ///< set by kernels once the Buffer is aborted: what user code and check() look at
+  WaitRecord record;
+};
+
+/// Per Buffer, in this GPU's memory. Words that kernels read when they start, so that no argument changes between replays.
+struct Control {
+  uint64_t generation = 0;  ///< recovers so far; the Buffer is aborted while the arena's status word is above it
+  uint64_t timeout_ns = 0, busy_ns = 0;
+};
+
+/// Per lane, in this GPU's memory.
+struct LaneControl {
+  /// Epoch of the last call issued. Block b of a call's last sending kernel advances words b, b + grid, ...: no atomic, and any
+  /// grid next time.
+  uint32_t epoch[kMaxChannels] = {};
+  /// Tickets of a copy: a kernel of the call before zeroes them.
+  static constexpr int kNumTickets = 16;
+  uint32_t tickets[16][kNumTickets] = {};  ///< [copy]
+};
+
+/// Owner and local number of every expert: device memory that set_expert_to_rank() rewrites in stream order.
+struct ExpertTable {
+  int64_t hash = 0;
+  int32_t num_experts = 0, max_local = 0;
+  const int32_t* owner = nullptr;      ///< [P]
+  const int32_t* local = nullptr;      ///< [P]
+  const int32_t* num_local = nullptr;  ///< [R]
+  const int32_t* first = nullptr;      ///< [R + 1] into by_rank
+  const int32_t* by_rank = nullptr;    ///< [P] ids by (rank, local number)
+};
+
+/// The routing of a dispatch: device pointers into one allocation that the Handle keeps. N = rows of the receive block
+/// (rank_major rows; capacity, or what the counts say), Le = local experts, C = capacity.
+struct Routing {
+  // Source side.
+  int32_t* topk_idx = nullptr;     ///< [T, K] as given
+  float* topk_weights = nullptr;   ///< [T, K] or null
+  int32_t* send_index = nullptr;   ///< [T, K] at the first k of each destination rank: position in its list; else -1
+  int32_t* pair_index = nullptr;   ///< [T, K] pairs of this source with the same expert that come earlier
+  int32_t* rows = nullptr;         ///< [R, R] token rows of source s for destination d
+  int32_t* send_begin = nullptr;   ///< [R] slot of this rank's first row at each destination
+  int32_t* sent = nullptr;         ///< [R] rows that each destination admits (its block has room for)
+  int32_t* send_offset = nullptr;  ///< [R + 1] prefix sum of sent: where the records of a destination begin in this rank's combine block
+  int32_t* source_tokens = nullptr;  ///< [R] tokens of each source
+  int32_t* own_tokens = nullptr;   ///< [T] token of the i-th row that stays on this rank
+  // Receive side.
+  int32_t* recv_begin = nullptr;   ///< [R + 1] rows of each source that fit in the block
+  int32_t* record_begin = nullptr;  ///< [R] where this rank's records begin in the combine block of each source
+  int32_t* recv_idx = nullptr;     ///< [N, K] local expert or -1
+  float* recv_weights = nullptr;   ///< [N, K], 0 where not local; null without weights
+  int32_t* position = nullptr;     ///< expert layouts, [N, K]: row of the result, -1: none or dropped
+  float* row_weights = nullptr;    ///< expert layouts: [rows of the result], 0 in padding; null without weights
+  int32_t* expert_base = nullptr;  ///< [R, Le] pairs of earlier sources
+  int32_t* expert_counts = nullptr;   ///< [Le] admitted pairs
+  int64_t* expert_offsets = nullptr;  ///< [Le + 1]
+  int32_t* sorted_rows = nullptr;     ///< rank_major: [N * K] (as many as there are pairs)
+  int32_t* cut = nullptr;             ///< [2] row and k where admission to expert_major ended
+  int64_t* num_rows = nullptr;        ///< [1]
+  int64_t* num_dropped = nullptr;     ///< [1]
+};
+
+/// What every kernel is told.
+struct Common {
+  Team team;
+  Arena arena{};
+  Control* control = nullptr;
+  LaneControl* lane_control = nullptr;
+  HostWords* host = nullptr;
+  const ExpertTable* experts = nullptr;
+  int lane = 0;
+  /// The call is the one issued `back` calls ago on its lane (0: the one being issued: its epoch is the word in LaneControl + 1).
+  int back = 0;
+  bool last_of_send = false;  ///< this kernel ends the sending part: it advances the epoch
+  CallFacts facts{};          ///< epoch and generation are filled in on the device
+};
+
+struct SideArray {
+  const std::byte* src = nullptr;  ///< [T], rows src_stride bytes apart
+  int64_t src_stride = 0;
+  std::byte* out = nullptr;        ///< rows of the result, `bytes` apart
+  int32_t bytes = 0;
+  int32_t block_offset_128 = 0;    ///< in the receive block, in units of 128 bytes
+};
+inline constexpr int kMaxSide = 16;
+
+/// Offsets in a receive block of N rows: rows of x (x_stride apart), scales, side arrays, then three [N, K] arrays.
+struct BlockOffsets {
+  size_t x = 0, scales = 0, idx = 0, weights = 0, pair = 0, num_bytes = 0;
+};
+
+struct DispatchArgs {
+  Common common;
+  // Input.
+  const std::byte* x = nullptr;
+  int64_t x_stride = 0;  ///< bytes
+  const void* topk_idx = nullptr;
+  const void* topk_weights = nullptr;
+  int64_t num_tokens = 0;
+  int num_topk = 0;
+  bool ids_are_64 = false, weights_are_bf16 = false, has_weights = false, cached = false;
+  int64_t hidden = 0;
+  DType dtype = DType::bf16;
+  Quantize quantize = Quantize::none;
+  int num_side = 0;
+  SideArray side[kMaxSide];
+
+  // Rows: what one consists of, after quantisation, in bytes.
+  int64_t x_bytes = 0, scale_bytes = 0, x_block_stride = 0;
+
+  // The block that peers write, `block_rows` rows, at `block` of the own arena. Every rank's block has the same format.
+  size_t block = 0;
+  int64_t block_rows = 0;
+  int64_t first_row = 0;  ///< exact, in rounds: rows of a destination before this one went in earlier rounds
+  BlockOffsets offsets;
+
+  // The result. Straight: rank_major rows stay where they landed (a lease).
+  bool straight = false;
+  int move_blocks = 1;  ///< grid of the move kernel
+  Layout layout = Layout::rank_major;
+  int64_t capacity = -1;     ///< of the layout; -1: exact
+  int alignment = 1;
+  int64_t result_rows = 0;   ///< first dimension of the row arrays (slab: Le * C)
+  std::byte* out_x = nullptr;
+  int64_t out_stride = 0;
+  std::byte* out_scales = nullptr;  ///< rows of scale_bytes
+  int64_t* arrived = nullptr;       ///< [R] counters of rows present, or null
+
+  Routing routing;
+
+  // Scratch of the lane, in this GPU's memory.
+  int32_t* chunk_counts = nullptr;  ///< [kMaxChunks][R + P]
+  uint32_t* flags = nullptr;        ///< [kMaxChunks + kNumFlags] local signals: epochs
+  int64_t* counts_for_host = nullptr;  ///< exact: mapped [R * R + max_local + 2], the last word is the epoch
+};
+/// Tokens are counted in at most so many chunks.
+inline constexpr int kMaxChunks = 64;
+/// Local signals after the chunks' own (in DispatchArgs::flags).
+enum LocalFlag : int { kPlanReady = kMaxChunks, kAdmitted, kNumFlags };
+/// Channels of a source: one per chunk of meta data, then one per block that announces rows.
+inline constexpr int kRowChannels = kMaxChunks;
+/// Tickets of a call, in LaneControl::tickets.
+enum Ticket : int { kChunkTicket, kRoleTicket, kTokenTicket, kRowTicket, kPushTicket, kReduceTicket };
+
+/// Tokens are cut into chunks alike on every rank, so that all know how many chunks a source has.
+TURNOUT_HOST_DEVICE constexpr int64_t chunk_tokens(int64_t num_tokens) {
+  const int64_t even = core::align_up(core::ceil_div(num_tokens, kMaxChunks), 32);
+  return even > 128 ? even : 128;
+}
+TURNOUT_HOST_DEVICE constexpr int num_chunks(int64_t num_tokens) {
+  const int64_t n = core::ceil_div(num_tokens, chunk_tokens(num_tokens));
+  return n > 0 ? static_cast<int>(n) : 1;
+}
+
+struct CombineArgs {
+  Common common;
+  const std::byte* y = nullptr;  ///< rows in the handle's layout
+  int64_t y_stride = 0;
+  DType dtype = DType::bf16;
+  int64_t hidden = 0;
+  Wire wire = Wire::payload;
+  CombineWeights apply = CombineWeights::none;
+  const void* weights = nullptr;  ///< apply = rows: one per row of y
+  bool weights_are_bf16 = false;
+  const float* side = nullptr;  ///< one scalar per row of y; rank_major [N, K]
+  Layout layout = Layout::rank_major;
+  int64_t capacity = -1;
+  int64_t num_tokens = 0;
+  int num_topk = 0;
+  std::byte* out = nullptr;  ///< [T] rows
+  int64_t out_stride = 0;
+  float* out_side = nullptr;   ///< [T, K] or null
+  int32_t* num_lost = nullptr; ///< [T]
+  Routing routing;
+  const int32_t* node_of_rank = nullptr;  ///< [R] device memory; null: one node
+
+  // The block of this rank that peers write their partial sums to: record i of destination d at row send_offset[d] + i, where
+  // is routing.send_offset. Same format on every rank.
+  size_t block = 0;
+  int64_t block_rows = 0;    ///< room; at least the sum of routing.sent
+  int64_t record_bytes = 0;  ///< stride of a record, a multiple of 128
+  int64_t wire_row_bytes = 0;    ///< one row in the form of the wire, scales behind its elements
+  int64_t side_offset = 0;       ///< in a record: [K] scalars
+  int64_t mask_offset = 0;       ///< in a record: 64-bit mask of the k's that are in the sum
+  int64_t rows_per_record = 1;   ///< wire = rows: K rows, each at k * wire_row_stride
+  int64_t wire_row_stride = 0;
+  uint32_t* flags = nullptr;       ///< local signals, as in DispatchArgs
+};
+
+}  // namespace turnout::engine::cuda

@@ -1,0 +1,105 @@
+// What ranks tell each other at the start of a call: a header (facts, counts) and an offer, both as flagged words, so that
+// neither needs a fence.
+#pragma once
+#include "engine/cuda/device/wait.cuh"
+
+namespace turnout::engine::cuda {
+
+/// The facts with epoch and generation filled in, as 32-bit words in shared memory [2 * kNumFacts], and their hash behind them.
+struct FactWords {
+  static constexpr int kNum = HeaderInts::kFactValues + 2 * HeaderInts::kNumFacts;
+  uint32_t words[kNum];
+};
+
+/// One thread fills it; the block must synchronise before others read.
+__device__ inline void fill_facts(const Common& c, uint32_t epoch, bool refused, int64_t num_tokens, FactWords* out) {
+  CallFacts facts = c.facts;
+  facts.epoch = epoch;
+  if (c.experts && facts.generation == 0) facts.generation = c.experts->hash;
+  const auto* values = reinterpret_cast<const int64_t*>(&facts);
+  static_assert(sizeof(CallFacts) == HeaderInts::kNumFacts * 8, "the header carries all facts");
+  uint64_t hash = 14695981039346656037ull;
+  for (int i = 0; i < HeaderInts::kNumFacts; ++i) {
+    hash = (hash ^ static_cast<uint64_t>(values[i])) * 1099511628211ull;
+    out->words[HeaderInts::kFactValues + 2 * i] = static_cast<uint32_t>(values[i]);
+    out->words[HeaderInts::kFactValues + 2 * i + 1] = static_cast<uint32_t>(static_cast<uint64_t>(values[i]) >> 32);
+  }
+  out->words[HeaderInts::kHash] = static_cast<uint32_t>(hash);
+  out->words[HeaderInts::kHash + 1] = static_cast<uint32_t>(hash >> 32);
+  out->words[HeaderInts::kRefused] = refused;
+  out->words[HeaderInts::kTokens] = static_cast<uint32_t>(num_tokens);
+}
+
+/// Sends `num_ints` of payload to every rank; `payload(rank, i)` gives them. The whole block calls it.
+template <class Payload>
+__device__ __forceinline__ void send_header(const Common& c, Call call, int num_ints, Payload payload) {
+  const int words = (num_ints + kWordPayload - 1) / kWordPayload;
+  for (int i = static_cast<int>(threadIdx.x); i < words * c.team.num_ranks; i += static_cast<int>(blockDim.x)) {
+    const int rank = i / words, w = i % words;
+    uint32_t p[kWordPayload];
+    for (int j = 0; j < kWordPayload; ++j) p[j] = w * kWordPayload + j < num_ints ? payload(rank, w * kWordPayload + j) : 0;
+    auto* to = reinterpret_cast<uint4*>(c.team.base[rank] + c.arena.header_at(c.lane, call.copy, c.team.rank)) + w;
+    store_word(to, uint4{p[0], p[1], p[2], call.epoch});
+  }
+}
+
+/// Receives every rank's header; `take(source, i, value)` gets each payload word. Facts are compared with `mine`. The whole block
+/// calls it; false for a thread whose word did not come or did not agree.
+template <class Take>
+__device__ __forceinline__ bool receive_headers(const Common& c, Call call, int num_ints, const FactWords* mine, Take take) {
+  const int words = (num_ints + kWordPayload - 1) / kWordPayload;
+  bool good = true;
+  for (int i = static_cast<int>(threadIdx.x); good && i < words * c.team.num_ranks; i += static_cast<int>(blockDim.x)) {
+    const int source = i / words, w = i % words;
+    const auto* from = reinterpret_cast<const uint4*>(c.team.base[c.team.rank] + c.arena.header_at(c.lane, call.copy, source)) + w;
+    uint4 word;
+    good = wait_word(c, Phase::counts, source, call.epoch, false, from, &word);
+    if (!good) break;
+    const uint32_t p[kWordPayload] = {word.x, word.y, word.z};
+    for (int j = 0; j < kWordPayload; ++j) {
+      const int at = w * kWordPayload + j;
+      if (at >= num_ints) break;
+      // A refusal is told apart from a difference: the refuser may not know all facts.
+      if (at == HeaderInts::kRefused && p[j] != 0) {
+        WaitRecord r{};
+        r.state = 3;
+        r.peer = source;
+        r.epoch = call.epoch;
+        r.value = p[j];
+        give_up(c, r);
+        good = false;
+      } else if (at < HeaderInts::kRefused && p[j] != mine->words[at]) {
+        // The facts themselves lie in the headers: the host makes the table.
+        const auto* second = reinterpret_cast<const uint4*>(c.team.base[c.team.rank] + c.arena.header_at(c.lane, call.copy, source));
+        uint4 first_word;
+        if (wait_word(c, Phase::counts, source, call.epoch, false, second, &first_word) && first_word.z == 0) {
+          WaitRecord r{};
+          r.state = 2;
+          r.peer = source;
+          r.epoch = call.epoch;
+          give_up(c, r);
+        }
+        good = false;
+      }
+      take(source, at, p[j]);
+    }
+  }
+  return good;
+}
+
+__device__ __forceinline__ void send_offer(const Common& c, Call call, int rank, size_t block, int64_t rows, uint32_t channels) {
+  auto* to = reinterpret_cast<uint4*>(c.team.base[rank] + c.arena.offer_at(c.lane, call.copy, c.team.rank));
+  store_word(to, uint4{static_cast<uint32_t>(block / 128), static_cast<uint32_t>(rows), channels, call.epoch});
+}
+__device__ __forceinline__ bool wait_offer(const Common& c, Call call, int rank, Offer* offer) {
+  const auto* from = reinterpret_cast<const uint4*>(c.team.base[c.team.rank] + c.arena.offer_at(c.lane, call.copy, rank));
+  uint4 w{};
+  const bool came = wait_word(c, Phase::offer, rank, call.epoch, false, from, &w);
+  *offer = {w.x, w.y, w.z};
+  return came;
+}
+__device__ __forceinline__ std::byte* offered_block(const Common& c, int rank, const Offer& offer) {
+  return c.team.base[rank] + static_cast<size_t>(offer.offset) * 128;
+}
+
+}  // namespace turnout::engine::cuda

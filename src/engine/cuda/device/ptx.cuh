@@ -1,0 +1,131 @@
+// The instructions that CUDA C++ has no name for: accesses at system scope, whole 16-byte words, bulk copies.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace turnout::engine::cuda {
+
+__device__ __forceinline__ uint64_t load_relaxed(const uint64_t* p) {
+  uint64_t v;
+  asm volatile("ld.relaxed.sys.global.u64 %0,[%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint64_t load_acquire(const uint64_t* p) {
+  uint64_t v;
+  asm volatile("ld.acquire.sys.global.u64 %0,[%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_relaxed(uint64_t* p, uint64_t v) {
+  asm volatile("st.relaxed.sys.global.u64 [%0],%1;" ::"l"(p), "l"(v) : "memory");
+}
+__device__ __forceinline__ void store_release(uint64_t* p, uint64_t v) {
+  asm volatile("st.release.sys.global.u64 [%0],%1;" ::"l"(p), "l"(v) : "memory");
+}
+/// Signals between blocks of this GPU.
+__device__ __forceinline__ uint32_t load_acquire_gpu(const uint32_t* p) {
+  uint32_t v;
+  asm volatile("ld.acquire.gpu.global.u32 %0,[%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_release_gpu(uint32_t* p, uint32_t v) {
+  asm volatile("st.release.gpu.global.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory");
+}
+__device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+__device__ __forceinline__ uint64_t clock_ns() {
+  uint64_t t;
+  asm volatile("mov.u64 %0,%globaltimer;" : "=l"(t));
+  return t;
+}
+
+/// A 16-byte word that carries twelve bytes and the epoch. On sm_90 and newer one access of type b128 is single-copy atomic by
+/// the memory model, so a word that shows the epoch shows its payload too: neither fence nor signal.
+/// On sm_80 the vector access is one transaction of an aligned 16-byte word; tests/cuda has the litmus test that this rests on.
+__device__ __forceinline__ void store_word(uint4* p, uint4 v) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{.reg .b64 lo,hi; .reg .b128 q; mov.b64 lo,{%1,%2}; mov.b64 hi,{%3,%4}; mov.b128 q,{lo,hi};"
+      " st.relaxed.sys.global.b128 [%0],q;}" ::"l"(p),
+      "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+      : "memory");
+#else
+  asm volatile("st.volatile.global.v4.u32 [%0],{%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+#endif
+}
+__device__ __forceinline__ uint4 load_word(const uint4* p) {
+  uint4 v;
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{.reg .b64 lo,hi; .reg .b128 q; ld.relaxed.sys.global.b128 q,[%4]; mov.b128 {lo,hi},q;"
+      " mov.b64 {%0,%1},lo; mov.b64 {%2,%3},hi;}"
+      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+      : "l"(p)
+      : "memory");
+#else
+  asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+#endif
+  return v;
+}
+
+/// Plain 16-byte accesses that do not stay in L1: rows are read and written once.
+__device__ __forceinline__ uint4 load_stream(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_stream(uint4* p, uint4 v) {
+  asm volatile("st.global.L1::no_allocate.v4.u32 [%0],{%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+#if !defined(TURNOUT_NO_SM90) && (!defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900)
+#define TURNOUT_HAS_BULK 1
+/// Bulk copies between global and shared memory: TMA without a tensor map. Sizes and addresses are multiples of 16 bytes.
+__device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+__device__ __forceinline__ void barrier_init(uint64_t* b, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0],%1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(uint64_t* b) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _,[%0];" ::"r"(shared_address(b)) : "memory");
+}
+__device__ __forceinline__ void barrier_expect(uint64_t* b, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ bool barrier_try(uint64_t* b, uint32_t parity) {
+  uint32_t done;
+  asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p,[%1],%2; selp.u32 %0,1,0,p;}"
+               : "=r"(done)
+               : "r"(shared_address(b)), "r"(parity)
+               : "memory");
+  return done != 0;
+}
+/// For copies of this GPU's own making only, which always complete: never for what a peer must do.
+__device__ __forceinline__ void barrier_wait(uint64_t* b, uint32_t parity) {
+  while (!barrier_try(b, parity)) {
+  }
+}
+__device__ __forceinline__ void bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t* b) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];" ::"r"(shared_address(shared)), "l"(global),
+               "r"(bytes), "r"(shared_address(b))
+               : "memory");
+}
+__device__ __forceinline__ void bulk_store(void* global, const void* shared, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0],[%1],%2;" ::"l"(global), "r"(shared_address(shared)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+/// Until at most N groups of this thread have yet to read their source (bulk_wait: to complete).
+template <int N>
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
+}
+template <int N>
+__device__ __forceinline__ void bulk_wait() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
+}
+/// Shared memory written by ordinary stores is read by bulk copies afterwards.
+__device__ __forceinline__ void fence_shared_to_bulk() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+/// Global memory written by others, seen by an ordinary load, is read by bulk copies afterwards.
+__device__ __forceinline__ void fence_global_to_bulk() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+#endif
+
+}  // namespace turnout::engine::cuda

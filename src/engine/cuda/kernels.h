@@ -1,0 +1,26 @@
+// The kernels of the CUDA engine, as the host launches them. Each returns the error of its launch.
+#pragma once
+#include <cuda_runtime.h>
+
+#include "engine/cuda/args.h"
+
+namespace turnout::engine::cuda {
+
+/// Sets shared memory limits and loads every kernel. Once per device, before anybody waits.
+cudaError_t prepare_plan();
+cudaError_t prepare_admit();
+cudaError_t prepare_move();
+cudaError_t prepare_combine();
+
+/// Steps of a group in the plan kernel; 0: too many experts for this GPU's shared memory.
+int plan_groups(int num_ranks, int num_experts);
+
+cudaError_t launch_plan(const DispatchArgs& args, int num_ranks, int num_experts, int blocks, cudaStream_t stream);
+cudaError_t launch_meta(const DispatchArgs& args, int blocks, cudaStream_t stream);
+cudaError_t launch_hello(const Common& common, size_t block, int64_t block_rows, int channels, bool refused, cudaStream_t stream);
+cudaError_t launch_admit(const DispatchArgs& args, int blocks, cudaStream_t stream);
+/// `send` and `receive` may be parts of different kernels of one call.
+cudaError_t launch_move(const DispatchArgs& args, bool send, bool receive, int blocks, cudaStream_t stream);
+cudaError_t launch_combine(const CombineArgs& args, bool send, bool receive, int blocks, cudaStream_t stream);
+
+}  // namespace turnout::engine::cuda

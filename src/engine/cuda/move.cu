@@ -1,0 +1,213 @@
+// Last kernel of a dispatch: rows. A warp moves a row. Straight: rows go to their final place in the block that the destination
+// offered, and each sending block announces once, at its end. Else rows are announced one by one, and the destination lays them
+// out as they arrive. The rows that stay on a rank are laid out from x itself.
+#include "engine/cuda/device/chunk.cuh"
+#include "engine/cuda/device/header.cuh"
+#include "engine/cuda/kernels.h"
+
+namespace turnout::engine::cuda {
+namespace {
+
+constexpr int kThreads = 512;
+
+/// A row of the source's x (quantised if asked), its scales and side arrays, to places that are given.
+__device__ __forceinline__ void write_row(const DispatchArgs& a, int64_t token, std::byte* x, std::byte* scales) {
+  const std::byte* from = a.x + token * a.x_stride;
+  if (a.quantize == Quantize::none) copy_row(x, from, a.x_bytes);
+  else quantize_row(a.dtype, a.quantize, from, a.hidden, x, scales);
+}
+
+__device__ void send_row(const DispatchArgs& a, int64_t token, std::byte* block, int64_t row) {
+  write_row(a, token, block + a.offsets.x + row * a.x_block_stride, block + a.offsets.scales + row * a.scale_bytes);
+  for (int s = 0; s < a.num_side; ++s) {
+    const SideArray& side = a.side[s];
+    copy_row(block + static_cast<size_t>(side.block_offset_128) * 128 + row * side.bytes, side.src + token * side.src_stride, side.bytes);
+  }
+}
+
+/// Lays out one row that has arrived (or, for `token` >= 0, that never left) at row `to` of the result.
+__device__ void place_row(const DispatchArgs& a, const std::byte* block, int64_t row, int64_t token, int64_t to) {
+  std::byte* x = a.out_x + to * a.out_stride;
+  std::byte* scales = a.out_scales + to * a.scale_bytes;
+  if (token >= 0) {
+    write_row(a, token, x, scales);
+  } else {
+    copy_row(x, block + a.offsets.x + row * a.x_block_stride, a.x_bytes);
+    if (a.scale_bytes) copy_row(scales, block + a.offsets.scales + row * a.scale_bytes, a.scale_bytes);
+  }
+  for (int s = 0; s < a.num_side; ++s) {
+    const SideArray& side = a.side[s];
+    const std::byte* from =
+        token >= 0 ? side.src + token * side.src_stride : block + static_cast<size_t>(side.block_offset_128) * 128 + row * side.bytes;
+    copy_row(side.out + to * side.bytes, from, side.bytes);
+  }
+}
+
+__device__ void send_rows(const DispatchArgs& a, const Offer* offers, Call call, int64_t first, int64_t step) {
+  const Common& c = a.common;
+  const int topk = a.num_topk, me = c.team.rank;
+  for (int64_t token = first; token < a.num_tokens; token += step) {
+    for (int k0 = 0; k0 < topk; k0 += 32) {
+      const int k = k0 + lane_id();
+      const int at = k < topk ? a.routing.send_index[token * topk + k] : -1;
+      const int dest = at >= 0 ? c.experts->owner[a.routing.topk_idx[token * topk + k]] : -1;
+      unsigned left = __ballot_sync(kFull, at >= 0 && (a.straight || dest != me));
+      for (; left; left &= left - 1) {
+        const int from = __ffs(left) - 1;
+        const int d = __shfl_sync(kFull, dest, from), i = __shfl_sync(kFull, at, from);
+        const int64_t row = static_cast<int64_t>(a.routing.send_begin[d]) + i - a.first_row;
+        if (row < 0 || row >= offers[d].rows) continue;
+        send_row(a, token, offered_block(c, d, offers[d]), row);
+        if (a.straight) continue;
+        __syncwarp();
+        if (lane_id() == 0) {
+          fence_system();
+          store_release(reinterpret_cast<uint64_t*>(c.team.base[d] + c.arena.row_at(c.lane, call.copy, me, i)), signal_of(call.epoch, 0));
+        }
+      }
+    }
+  }
+}
+
+/// Rows of the own block as they arrive. `first` and `step` count warps.
+__device__ void receive_rows(const DispatchArgs& a, const int32_t* begins, Call call, int64_t first, int64_t step) {
+  const Common& c = a.common;
+  const Routing& r = a.routing;
+  const int num_ranks = c.team.num_ranks, me = c.team.rank, topk = a.num_topk;
+  const std::byte* block = c.team.base[me] + a.block;
+  for (int64_t row = first; row < begins[num_ranks]; row += step) {
+    int s = 0;
+    while (row >= begins[s + 1]) ++s;
+    int64_t token = -1;
+    if (s == me) {
+      token = r.own_tokens[row - begins[s] + (a.first_row > r.send_begin[me] ? a.first_row - r.send_begin[me] : 0)];
+    } else {
+      const std::byte* p = c.team.base[me] + c.arena.row_at(c.lane, call.copy, s, row - begins[s]);
+      bool came = true;
+      if (lane_id() == 0) came = wait_signal(c, Phase::rows, s, call.epoch, true, reinterpret_cast<const uint64_t*>(p), nullptr);
+      if (!__shfl_sync(kFull, came, 0)) return;
+    }
+    if (a.layout == Layout::rank_major) {
+      place_row(a, block, row, token, row + a.first_row);
+    } else {
+      for (int k0 = 0; k0 < topk; k0 += 32) {
+        const int k = k0 + lane_id();
+        const int at = k < topk ? __ldcg(r.position + row * topk + k) : -1;
+        for (unsigned left = __ballot_sync(kFull, at >= 0); left; left &= left - 1) {
+          place_row(a, block, row, token, __shfl_sync(kFull, at, __ffs(left) - 1));
+        }
+      }
+    }
+    if (a.arrived) {
+      __syncwarp();
+      if (lane_id() == 0) {
+        __threadfence_system();
+        atomicAdd_system(reinterpret_cast<unsigned long long*>(&a.arrived[s]), 1ull);
+      }
+    }
+  }
+}
+
+/// Padding of expert_major groups is zero.
+__device__ void zero_padding(const DispatchArgs& a, int local, int64_t first, int64_t step) {
+  const Routing& r = a.routing;
+  if (a.alignment == 1) return;
+  for (int e = 0; e < local; ++e) {
+    const int64_t end = __ldcg(r.expert_offsets + e + 1);
+    for (int64_t i = __ldcg(r.expert_offsets + e) + __ldcg(r.expert_counts + e) + first; i < end; i += step) {
+      zero_row(a.out_x + i * a.out_stride, a.x_bytes);
+      if (a.scale_bytes) zero_row(a.out_scales + i * a.scale_bytes, a.scale_bytes);
+      for (int s = 0; s < a.num_side; ++s) zero_row(a.side[s].out + i * a.side[s].bytes, a.side[s].bytes);
+    }
+  }
+}
+
+/// A call that failed says that it brought nothing.
+__device__ void clear_counts(const DispatchArgs& a, int local) {
+  for (int e = static_cast<int>(threadIdx.x); e <= local; e += kThreads) {
+    if (e < local) a.routing.expert_counts[e] = 0;
+    a.routing.expert_offsets[e] = 0;
+  }
+  if (threadIdx.x == 0) *a.routing.num_rows = *a.routing.num_dropped = 0;
+}
+
+__device__ bool gather_offers(const Common& c, Call call, Offer* offers) {
+  bool good = true;
+  for (int d = static_cast<int>(threadIdx.x); good && d < c.team.num_ranks; d += kThreads) good = wait_offer(c, call, d, &offers[d]);
+  return __syncthreads_and(good);
+}
+
+/// Straight: until every sending block of every rank has announced.
+__device__ bool wait_channels(const DispatchArgs& a, const Offer* offers, const int32_t* begins, Call call) {
+  const Common& c = a.common;
+  constexpr int kMost = kMaxChannels - kRowChannels;
+  bool good = true;
+  for (int i = static_cast<int>(threadIdx.x); good && i < c.team.num_ranks * kMost; i += kThreads) {
+    const int s = i / kMost, channel = i % kMost;
+    if (channel >= static_cast<int>(offers[s].channels)) continue;
+    const std::byte* p = c.team.base[c.team.rank] + c.arena.channel_at(c.lane, call.copy, s, kRowChannels + channel);
+    good = wait_signal(c, Phase::rows, s, call.epoch, true, reinterpret_cast<const uint64_t*>(p), nullptr);
+  }
+  good = __syncthreads_and(good);
+  if (good && a.arrived) {
+    for (int s = static_cast<int>(threadIdx.x); s < c.team.num_ranks; s += kThreads) {
+      store_release(reinterpret_cast<uint64_t*>(&a.arrived[s]), static_cast<uint64_t>(begins[s + 1] - begins[s]));
+    }
+  }
+  return good;
+}
+
+template <bool kSend, bool kReceive>
+__global__ void __launch_bounds__(kThreads, 1) move_kernel(const __grid_constant__ DispatchArgs a) {
+  __shared__ Offer offers[kMaxRanks];
+  __shared__ int32_t begins[kMaxRanks + 1];
+  const Common& c = a.common;
+  const Call call = call_of(c);
+  const int local = c.experts->num_local[c.team.rank];
+  for (int s = static_cast<int>(threadIdx.x); s <= c.team.num_ranks; s += kThreads) begins[s] = a.routing.recv_begin[s];
+  bool good = !is_aborted(c) && gather_offers(c, call, offers);
+  good = __syncthreads_and(good);
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * num_warps() + warp_id(), step = static_cast<int64_t>(gridDim.x) * num_warps();
+  if (kSend && good) {
+    send_rows(a, offers, call, first, step);
+    if (a.straight) {
+      __syncthreads();
+      if (threadIdx.x == 0) fence_system();
+      __syncthreads();
+      for (int d = static_cast<int>(threadIdx.x); d < c.team.num_ranks; d += kThreads) {
+        std::byte* p = c.team.base[d] + c.arena.channel_at(c.lane, call.copy, c.team.rank, kRowChannels + static_cast<int>(blockIdx.x));
+        store_release(reinterpret_cast<uint64_t*>(p), signal_of(call.epoch, 0));
+      }
+    }
+  }
+  if (kReceive && good) {
+    if (a.straight) {
+      if (blockIdx.x == 0) good = wait_channels(a, offers, begins, call);
+    } else {
+      receive_rows(a, begins, call, first, step);
+      if (a.layout == Layout::expert_major && a.first_row == 0) zero_padding(a, local, first, step);
+    }
+  }
+  __syncthreads();
+  if (kReceive && blockIdx.x == 0 && is_aborted(c)) clear_counts(a, local);
+  if (kSend && c.last_of_send) advance_epoch(c, call.epoch);
+}
+
+}  // namespace
+
+cudaError_t launch_move(const DispatchArgs& a, bool send, bool receive, int blocks, cudaStream_t stream) {
+  if (send && receive) move_kernel<true, true><<<blocks, kThreads, 0, stream>>>(a);
+  else if (send) move_kernel<true, false><<<blocks, kThreads, 0, stream>>>(a);
+  else move_kernel<false, true><<<blocks, kThreads, 0, stream>>>(a);
+  return cudaGetLastError();
+}
+cudaError_t prepare_move() {
+  cudaFuncAttributes unused;
+  for (const void* kernel : {reinterpret_cast<const void*>(move_kernel<true, true>), reinterpret_cast<const void*>(move_kernel<true, false>),
+                             reinterpret_cast<const void*>(move_kernel<false, true>)}) {
+    if (const cudaError_t bad = cudaFuncGetAttributes(&unused, kernel)) return bad;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace turnout::engine::cuda
