@@ -98,6 +98,12 @@ constexpr EnvVariable kTable[] = {
      [](Env& e, V v) { e.num_threads = v.integer(1, 256); }},
     {"TURNOUT_CPU_ISA", "auto, avx512, avx2 or plain", "auto", "Instruction set of row copies, conversions and sums.",
      [](Env& e, V v) { e.cpu_isa = v.choice_text({"auto", "avx512", "avx2", "plain"}); }},
+    {"TURNOUT_CUDA_LIBRARY", "path", "beside libturnout.so", "The file libturnout_cuda.so, which is loaded when a GPU is first asked for.",
+     [](Env& e, V v) { e.cuda_library = v.text(); }},
+    {"TURNOUT_DEVICE_TRANSPORT", "auto, cuda_p2p or cuda_host", "auto", "How GPUs reach each other's memory, where the program does not say.",
+     [](Env& e, V v) { e.device_transport = v.choice_text({"auto", "cuda_p2p", "cuda_host"}); }},
+    {"TURNOUT_DEVICE_MEMORY", "auto, vmm or ipc", "auto", "How cuda_p2p shares memory: by the driver's virtual memory, or by cudaIpc where that is not to be had.",
+     [](Env& e, V v) { e.device_memory = v.choice_text({"auto", "vmm", "ipc"}); }},
 };
 // clang-format on
 

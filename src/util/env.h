@@ -25,6 +25,7 @@ struct Env {
   std::optional<int64_t> spin_us;
   std::optional<int> num_threads;
   std::string cpu_isa;
+  std::string cuda_library, device_transport, device_memory;
 };
 
 /// Throws: InvalidArgument naming the variable, its value and what would do. Unknown TURNOUT_* variables are logged once.

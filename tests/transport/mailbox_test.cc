@@ -1,5 +1,5 @@
 // What strangers put into a mailbox is not kept, and does not keep ranks from each other.
-#include "transport/shm/mailbox.h"
+#include "transport/mailbox.h"
 
 #include <fcntl.h>
 #include <sys/socket.h>

@@ -19,7 +19,7 @@
 
 #include "transport/agree.h"
 #include "transport/doorbell.h"
-#include "transport/shm/descriptor.h"
+#include "transport/descriptor.h"
 
 namespace turnout::transport {
 

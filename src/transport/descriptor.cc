@@ -1,5 +1,5 @@
 // Memory files are anonymous and sealed. Owners and mappings only; how files travel is mailbox.cc.
-#include "transport/shm/descriptor.h"
+#include "transport/descriptor.h"
 
 #include <fcntl.h>
 #include <linux/memfd.h>
@@ -13,7 +13,7 @@
 #include <cstring>
 
 #include "transport/agree.h"
-#include "transport/shm/mailbox.h"
+#include "transport/mailbox.h"
 
 namespace turnout::transport {
 

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "transport/shm/descriptor.h"
+#include "transport/descriptor.h"
 
 namespace turnout::transport {
 

@@ -1,5 +1,5 @@
 // No thread and no connection: a rank sends as far as the queues of the others let it, and takes what has come meanwhile.
-#include "transport/shm/mailbox.h"
+#include "transport/mailbox.h"
 
 #include <poll.h>
 #include <sys/random.h>

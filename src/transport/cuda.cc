@@ -1,0 +1,79 @@
+// Loads libturnout_cuda.so once. A process keeps the answer: a library that was absent stays so.
+#include "transport/cuda.h"
+
+#include <exception>
+#include <utility>
+
+#include "transport/agree.h"
+#include "util/dynlib.h"
+#include "util/env.h"
+
+namespace turnout::transport {
+
+namespace {
+
+struct Loaded {
+  const CudaTable* table = nullptr;
+  std::string reason;
+};
+
+const CudaTable* load() {
+  const util::Dynlib library("libturnout_cuda.so", util::env().cuda_library);
+  const auto function = reinterpret_cast<decltype(&turnout_cuda)>(library.symbol(kCudaTableFunction));
+  if (!function) throw TransportError(library.path() + " has no function " + kCudaTableFunction + ": it is not of Turnout");
+  const CudaTable* table = function();
+  if (table->version != CudaTable::kVersion || std::string_view(TURNOUT_VERSION) != table->built) {
+    throw TransportError(library.path() + " is of Turnout " + table->built + ", but this is " TURNOUT_VERSION ": install both from one build");
+  }
+  return table;
+}
+
+const Loaded& loaded() {
+  static const Loaded instance = [] {
+    Loaded result;
+    try {
+      result.table = load();
+    } catch (const TransportError& error) {
+      result.reason = std::string(error.what()) + " (the package was built with TURNOUT_CUDA=OFF, or without the file; TURNOUT_CUDA_LIBRARY names another)";
+    }
+    return result;
+  }();
+  return instance;
+}
+
+}  // namespace
+
+const CudaTable* cuda_table() { return loaded().table; }
+
+std::string cuda_reason() { return loaded().table ? loaded().table->reason() : loaded().reason; }
+
+int num_cuda_devices() { return loaded().table ? loaded().table->num_devices() : 0; }
+
+std::string describe_cuda_device(int device) {
+  const std::string reason = cuda_reason();
+  return reason.empty() ? loaded().table->describe(device) : reason;
+}
+
+std::string cuda_device_reason(int device) {
+  const std::string reason = cuda_reason();
+  return reason.empty() ? loaded().table->device_reason(device) : reason;
+}
+
+std::unique_ptr<DeviceWindow> open_device_window(Bootstrap& bootstrap, Transport& host, const std::string& name, int device, size_t num_bytes) {
+  // A rank without the library tells before the others wait for it in a step that it does not know.
+  const std::string facts = "transport '" + name + "' and " + std::to_string(num_bytes) + " bytes";
+  const auto said = tell_all(bootstrap, "device window: library", facts, [&] {
+    if (host.num_ranks() != bootstrap.num_ranks() || host.rank() != bootstrap.rank()) {
+      throw InvalidArgument("the bootstrap of a device window is of rank " + std::to_string(bootstrap.rank()) + " of " +
+                            std::to_string(bootstrap.num_ranks()) + ", but its host transport of rank " + std::to_string(host.rank()) + " of " +
+                            std::to_string(host.num_ranks()));
+    }
+    const std::string reason = cuda_device_reason(device);
+    if (!reason.empty()) throw TransportError(reason);
+    return std::string();
+  });
+  check_agreed(said, bootstrap.rank(), "device window");
+  return loaded().table->open_device_window(bootstrap, name, device, num_bytes);
+}
+
+}  // namespace turnout::transport

@@ -1,0 +1,33 @@
+// What libturnout_cuda.so offers to libturnout.so: one C function returns this table. Both are built together, so C++ types pass.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "transport/device_window.h"
+
+namespace turnout::transport {
+
+struct CudaTable {
+  static constexpr uint32_t kVersion = 1;  ///< counts changes of this struct
+  uint32_t version = kVersion;
+  const char* built = "";  ///< version of Turnout; another one is refused
+
+  /// Why no GPU can be used; empty if some can. Starts the driver.
+  std::string (*reason)() = nullptr;
+  int (*num_devices)() = nullptr;
+  /// "NVIDIA H200 (sm_90, 132 SMs, 139.8 GiB, 0000:1a:00)".
+  std::string (*describe)(int device) = nullptr;
+  /// Why this library cannot run on `device`; empty if it can.
+  std::string (*device_reason)(int device) = nullptr;
+  std::unique_ptr<DeviceWindow> (*open_device_window)(Bootstrap& bootstrap, const std::string& name, int device, size_t num_bytes) = nullptr;
+  /// Of the engine, which knows its signature.
+  void* make_engine = nullptr;
+};
+
+}  // namespace turnout::transport
+
+/// Name of the one function that libturnout_cuda.so shows.
+inline constexpr const char* kCudaTableFunction = "turnout_cuda";
+extern "C" const turnout::transport::CudaTable* turnout_cuda();

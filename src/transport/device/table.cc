@@ -1,0 +1,19 @@
+// The one function that libturnout_cuda.so shows.
+#include "transport/cuda_table.h"
+#include "transport/device/gpu.h"
+#include "transport/device/open.h"
+
+extern "C" __attribute__((visibility("default"))) const turnout::transport::CudaTable* turnout_cuda() {
+  namespace device = turnout::transport::device;
+  static const turnout::transport::CudaTable table = [] {
+    turnout::transport::CudaTable t;
+    t.built = TURNOUT_VERSION;
+    t.reason = device::reason;
+    t.num_devices = device::num_devices;
+    t.describe = device::describe;
+    t.device_reason = device::device_reason;
+    t.open_device_window = device::open;
+    return t;
+  }();
+  return &table;
+}

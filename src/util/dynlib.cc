@@ -1,0 +1,63 @@
+// dlopen, and where to look.
+#include "util/dynlib.h"
+
+#include <dlfcn.h>
+#include <link.h>
+
+#include <filesystem>
+#include <system_error>
+#include <vector>
+
+namespace turnout::util {
+
+namespace {
+
+namespace fs = std::filesystem;
+
+/// The folder of the library or program that this code was linked into; empty if unknown.
+fs::path own_folder() {
+  static const char here = 0;
+  Dl_info info{};
+  link_map* map = nullptr;
+  if (dladdr1(&here, &info, reinterpret_cast<void**>(&map), RTLD_DL_LINKMAP) == 0 || !map) return {};
+  std::error_code error;
+  // The program itself has no name in the loader's list, and its argv[0] may be anything.
+  const fs::path object = *map->l_name ? fs::absolute(map->l_name, error) : fs::read_symlink("/proc/self/exe", error);
+  return error ? fs::path() : object.parent_path();
+}
+
+std::vector<fs::path> places(const std::string& file) {
+  const fs::path folder = own_folder();
+  if (folder.empty()) return {};
+  return {folder / file, folder / ".." / TURNOUT_LIBDIR / file, folder / ".." / "lib" / file};
+}
+
+}  // namespace
+
+Dynlib::Dynlib(const std::string& file, const std::string& path) {
+  std::string tried;
+  const auto load = [&](const std::string& name) {
+    handle_ = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
+    if (handle_) path_ = name;
+    else if (const char* words = dlerror()) tried += (tried.empty() ? "" : "; ") + std::string(words);
+    return handle_ != nullptr;
+  };
+  if (!path.empty()) {
+    if (load(path)) return;
+    throw TransportError("cannot load " + path + ": " + tried);
+  }
+  for (const fs::path& place : places(file)) {
+    std::error_code error;
+    if (fs::exists(place, error)) {
+      if (load(place.string())) return;
+    } else {
+      tried += (tried.empty() ? "" : "; ") + ("not at " + place.lexically_normal().string());
+    }
+  }
+  if (load(file)) return;
+  throw TransportError("cannot load " + file + ": " + tried);
+}
+
+void* Dynlib::symbol(const char* name) const { return dlsym(handle_, name); }
+
+}  // namespace turnout::util
