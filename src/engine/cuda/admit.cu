@@ -231,8 +231,8 @@ __global__ void __launch_bounds__(kThreads, 1) admit_kernel(const __grid_constan
   __shared__ int32_t begins[kMaxRanks + 1];
   const Common& c = a.common;
   const Call call = call_of(c);
-  if (is_aborted(c)) return;
-  const int local = c.experts->num_local[c.team.rank];
+  if (is_over(c, call)) return;
+  const int local = a.num_local;
   const int role = take_role(c, call, kRoleTicket);
   if (!wait_meta(a, call)) return;
   if (role == 0) {

@@ -21,7 +21,9 @@ struct Team {
 
 /// Where a wait stood when it gave up; in host-visible memory, written once (kState last).
 struct WaitRecord {
-  uint64_t state = 0;  ///< 0: none; 1: a wait expired; 2: ranks disagree about facts; 3: a rank refused; 4: an id is out of range
+  /// 0: none; 1: a wait expired, the Buffer is aborted; else one call failed on all ranks: 2: ranks disagree about facts, 3: a rank
+  /// refused, 4: an id is out of range (value) at token `expected`, entry k.
+  uint64_t state = 0;
   int32_t peer = -1, lane = 0, phase = 0, k = 0;
   int64_t epoch = 0, expected = 0, seen = 0, value = 0;
 };
@@ -50,6 +52,8 @@ struct LaneControl {
   /// Tickets of a copy: a kernel of the call before zeroes them.
   static constexpr int kNumTickets = 16;
   uint32_t tickets[16][kNumTickets] = {};  ///< [copy]
+  uint32_t failed = 0;   ///< epoch of the last call that was refused or that ranks disagreed about: its kernels do nothing
+  uint32_t bad_ids = 0;  ///< epoch of the last call whose ids were out of range here: it tells its peers
 };
 
 /// Owner and local number of every expert: device memory that set_expert_to_rank() rewrites in stream order.
@@ -69,6 +73,7 @@ struct Routing {
   // Source side.
   int32_t* topk_idx = nullptr;     ///< [T, K] as given
   float* topk_weights = nullptr;   ///< [T, K] or null
+  int32_t* dest = nullptr;         ///< [T, K] rank of the expert, -1 where there is none
   int32_t* send_index = nullptr;   ///< [T, K] at the first k of each destination rank: position in its list; else -1
   int32_t* pair_index = nullptr;   ///< [T, K] pairs of this source with the same expert that come earlier
   int32_t* rows = nullptr;         ///< [R, R] token rows of source s for destination d
@@ -160,6 +165,7 @@ struct DispatchArgs {
   int64_t* arrived = nullptr;       ///< [R] counters of rows present, or null
 
   Routing routing;
+  int num_local = 0;  ///< experts of this rank
 
   // Scratch of the lane, in this GPU's memory.
   int32_t* chunk_counts = nullptr;  ///< [kMaxChunks][R + P]

@@ -168,7 +168,7 @@ class TokenSum {
       id_[h] = k < topk ? a_.routing.topk_idx[token_ * topk + k] : -1;
       const int at = k < topk ? a_.routing.send_index[token_ * topk + k] : -1;
       if (at < 0) continue;
-      const int d = c.experts->owner[id_[h]];
+      const int d = a_.routing.dest[token_ * topk + k];
       if (at >= a_.routing.sent[d]) continue;
       rank_[h] = d;
       at_[h] = at;
@@ -372,7 +372,7 @@ __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_const
   const core::WireForm form = core::wire_form(a.wire, a.dtype);
   for (int s = static_cast<int>(threadIdx.x); s <= c.team.num_ranks; s += kThreads) begins[s] = a.routing.recv_begin[s];
   const int64_t first = static_cast<int64_t>(blockIdx.x) * num_warps() + warp_id(), step = static_cast<int64_t>(gridDim.x) * num_warps();
-  bool good = !is_aborted(c);
+  bool good = !is_over(c, call);
   good = __syncthreads_and(good);
   if (kSend) {
     if (good) {
@@ -386,7 +386,7 @@ __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_const
   }
   if (kReceive) {
     for (int64_t t = first; good && t < a.num_tokens; t += step) good = TokenSum<T>(a, form, t, begins, call).run();
-    good = __syncthreads_and(good && !is_aborted(c));
+    good = __syncthreads_and(good && !is_over(c, call));
     if (!good) poison(a, first, step);
   }
   __syncthreads();

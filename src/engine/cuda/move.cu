@@ -50,7 +50,7 @@ __device__ void send_rows(const DispatchArgs& a, const Offer* offers, Call call,
     for (int k0 = 0; k0 < topk; k0 += 32) {
       const int k = k0 + lane_id();
       const int at = k < topk ? a.routing.send_index[token * topk + k] : -1;
-      const int dest = at >= 0 ? c.experts->owner[a.routing.topk_idx[token * topk + k]] : -1;
+      const int dest = at >= 0 ? a.routing.dest[token * topk + k] : -1;
       unsigned left = __ballot_sync(kFull, at >= 0 && (a.straight || dest != me));
       for (; left; left &= left - 1) {
         const int from = __ffs(left) - 1;
@@ -163,10 +163,10 @@ __global__ void __launch_bounds__(kThreads, 1) move_kernel(const __grid_constant
   __shared__ int32_t begins[kMaxRanks + 1];
   const Common& c = a.common;
   const Call call = call_of(c);
-  const int local = c.experts->num_local[c.team.rank];
+  const int local = a.num_local;
   for (int s = static_cast<int>(threadIdx.x); s <= c.team.num_ranks; s += kThreads) begins[s] = a.routing.recv_begin[s];
-  bool good = !is_aborted(c) && gather_offers(c, call, offers);
-  good = __syncthreads_and(good);
+  bool good = __syncthreads_and(!is_over(c, call));
+  if (good) good = gather_offers(c, call, offers);
   const int64_t first = static_cast<int64_t>(blockIdx.x) * num_warps() + warp_id(), step = static_cast<int64_t>(gridDim.x) * num_warps();
   if (kSend && good) {
     send_rows(a, offers, call, first, step);
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(kThreads, 1) move_kernel(const __grid_constant
     }
   }
   __syncthreads();
-  if (kReceive && blockIdx.x == 0 && is_aborted(c)) clear_counts(a, local);
+  if (kReceive && blockIdx.x == 0 && is_over(c, call)) clear_counts(a, local);
   if (kSend && c.last_of_send) advance_epoch(c, call.epoch);
 }
 

@@ -52,7 +52,8 @@ __device__ void count_chunk(const DispatchArgs& a, const Shared& s, int chunk, u
   bool bad = false;
   for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) {
     const int id = checked_id(a, i, &bad);
-    if (bad && id < 0 && (id_at(a, i) < -1 || id_at(a, i) >= a.common.experts->num_experts)) {
+    if (bad) {
+      bad = false;
       WaitRecord r{};
       r.state = 4;
       r.peer = a.common.team.rank;
@@ -60,7 +61,9 @@ __device__ void count_chunk(const DispatchArgs& a, const Shared& s, int chunk, u
       r.expected = i / a.num_topk;
       r.k = static_cast<int32_t>(i % a.num_topk);
       r.value = id_at(a, i);
-      give_up(a.common, r);
+      write_record(a.common, r);
+      *reinterpret_cast<volatile uint32_t*>(&a.common.lane_control->bad_ids) = epoch;
+      __threadfence();
     }
     if (id < 0) continue;
     atomicAdd(&s.running[a.common.team.num_ranks + id], 1);
@@ -94,6 +97,7 @@ __device__ void place_chunk(const DispatchArgs& a, const Shared& s, int chunk, i
       s.ids[i] = id;
       s.first[i] = rank;
       a.routing.topk_idx[begin + i] = id;
+      a.routing.dest[begin + i] = id >= 0 ? a.common.experts->owner[id] : -1;
       if (id >= 0) atomicAdd(&s.before[i / kGroup * columns + num_ranks + id], 1);
       if (rank >= 0) atomicAdd(&s.before[i / kGroup * columns + rank], 1);
       if (a.has_weights) {
@@ -147,7 +151,7 @@ __device__ bool exchange(const DispatchArgs& a, const Shared& s, Call call) {
   const Common& c = a.common;
   const ExpertTable& experts = *c.experts;
   const int num_ranks = c.team.num_ranks, me = c.team.rank;
-  if (threadIdx.x == 0) fill_facts(c, call.epoch, false, a.num_tokens, &facts);
+  if (threadIdx.x == 0) fill_facts(c, call.epoch, *reinterpret_cast<const volatile uint32_t*>(&c.lane_control->bad_ids) == call.epoch, a.num_tokens, &facts);
   __syncthreads();
   send_header(c, call, HeaderInts::experts(num_ranks) + experts.max_local, [&](int rank, int i) -> uint32_t {
     if (i < HeaderInts::kRows) return facts.words[i];
@@ -171,7 +175,7 @@ __device__ void derive_tables(const DispatchArgs& a) {
   const Routing& r = a.routing;
   const int num_ranks = a.common.team.num_ranks, me = a.common.team.rank;
   const auto rows = [&](int s, int d) { return static_cast<int64_t>(r.rows[s * num_ranks + d]); };
-  const int64_t room = a.capacity >= 0 ? a.block_rows : INT32_MAX;
+  const int64_t room = a.capacity >= 0 ? a.block_rows : static_cast<int64_t>(INT32_MAX);
   const auto admitted = [&](int64_t begin, int64_t n) { return begin + n <= room ? n : begin < room ? room - begin : 0; };
   for (int d = static_cast<int>(threadIdx.x); d < num_ranks; d += kThreads) {
     int64_t begin = 0;
@@ -231,12 +235,12 @@ __device__ void send_meta(const DispatchArgs& a, const Offer* offers, int chunk,
   const int64_t size = chunk_tokens(a.num_tokens), begin = chunk * size * topk, end = min(a.num_tokens, (chunk + 1) * size) * topk;
   for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) {
     const int id = a.routing.topk_idx[i];
-    const int owner = id >= 0 ? c.experts->owner[id] : -1;
+    const int owner = a.routing.dest[i];
     const int64_t token = i / topk, first = token * topk;
     for (int64_t j = first; j < first + topk; ++j) {
       const int at = a.routing.send_index[j];
       if (at < 0) continue;
-      const int d = c.experts->owner[a.routing.topk_idx[j]];
+      const int d = a.routing.dest[j];
       const int64_t row = static_cast<int64_t>(a.routing.send_begin[d]) + at - a.first_row;
       if (row < 0 || row >= offers[d].rows) continue;
       std::byte* block = offered_block(c, d, offers[d]);
@@ -266,7 +270,7 @@ __global__ void __launch_bounds__(kThreads, 1) plan_kernel(const __grid_constant
   __shared__ int mine[kMaxChunks], num_mine, ticket;
   const Common& c = a.common;
   const Call call = call_of(c);
-  if (is_aborted(c)) return;
+  if (is_over(c, call)) return;
   const int columns = c.team.num_ranks + c.experts->num_experts;
   const Shared s{memory, memory + columns, memory + columns + num_groups * columns, memory + columns + num_groups * columns + kPairs};
   const int chunks = num_chunks(a.num_tokens);
@@ -310,7 +314,7 @@ __global__ void __launch_bounds__(kThreads, 1) meta_kernel(const __grid_constant
   __shared__ Offer offers[kMaxRanks];
   const Common& c = a.common;
   const Call call = call_of(c);
-  if (is_aborted(c)) return;
+  if (is_over(c, call)) return;
   if (take_role(c, call, kChunkTicket + 8) == 0) {
     for (int d = static_cast<int>(threadIdx.x); d < c.team.num_ranks; d += kThreads) {
       send_offer(c, call, d, a.block, a.block_rows, static_cast<uint32_t>(a.move_blocks));
@@ -332,8 +336,11 @@ __global__ void __launch_bounds__(kThreads, 1) meta_kernel(const __grid_constant
 __global__ void __launch_bounds__(128, 1) hello_kernel(const __grid_constant__ Common c, size_t block, int64_t block_rows, uint32_t channels, bool refused) {
   __shared__ FactWords facts;
   const Call call = call_of(c);
-  if (is_aborted(c)) return;
   clear_next_tickets(c, call);
+  if (is_over(c, call)) {
+    if (c.last_of_send) advance_epoch(c, call.epoch);
+    return;
+  }
   if (threadIdx.x == 0) fill_facts(c, call.epoch, refused, 0, &facts);
   __syncthreads();
   send_header(c, call, HeaderInts::kRows, [&](int, int i) { return facts.words[i]; });

@@ -66,7 +66,7 @@ __device__ __forceinline__ bool receive_headers(const Common& c, Call call, int 
         r.peer = source;
         r.epoch = call.epoch;
         r.value = p[j];
-        give_up(c, r);
+        fail_call(c, r);
         good = false;
       } else if (at < HeaderInts::kRefused && p[j] != mine->words[at]) {
         // The facts themselves lie in the headers: the host makes the table.
@@ -77,7 +77,7 @@ __device__ __forceinline__ bool receive_headers(const Common& c, Call call, int 
           r.state = 2;
           r.peer = source;
           r.epoch = call.epoch;
-          give_up(c, r);
+          fail_call(c, r);
         }
         good = false;
       }

@@ -11,26 +11,37 @@ __device__ __forceinline__ uint64_t* status_of(const Common& c, int rank) { retu
 
 __device__ __forceinline__ bool is_aborted(const Common& c) { return load_relaxed(status_of(c, c.team.rank)) > c.control->generation; }
 
-/// Tells everybody, once: the record first, then the status words.
+/// One record is enough: the first to claim it writes it.
+__device__ inline void write_record(const Common& c, const WaitRecord& why) {
+  if (atomicCAS_system(reinterpret_cast<unsigned long long*>(&c.host->record.state), 0ull, ~0ull) != 0ull) return;
+  volatile WaitRecord* r = &c.host->record;
+  r->peer = why.peer;
+  r->lane = c.lane;
+  r->phase = why.phase;
+  r->k = why.k;
+  r->epoch = why.epoch;
+  r->expected = why.expected;
+  r->seen = why.seen;
+  r->value = why.value;
+  __threadfence_system();
+  r->state = why.state;
+  __threadfence_system();
+}
+
+/// A wait has expired: everybody stops. The record comes first, then the status words.
 __device__ inline void give_up(const Common& c, const WaitRecord& why) {
-  // One record is enough: the first to claim it writes it.
-  if (atomicCAS_system(reinterpret_cast<unsigned long long*>(&c.host->record.state), 0ull, ~0ull) == 0ull) {
-    volatile WaitRecord* r = &c.host->record;
-    r->peer = why.peer;
-    r->lane = c.lane;
-    r->phase = why.phase;
-    r->k = why.k;
-    r->epoch = why.epoch;
-    r->expected = why.expected;
-    r->seen = why.seen;
-    r->value = why.value;
-    __threadfence_system();
-    r->state = why.state;
-  }
+  write_record(c, why);
   const uint64_t next = c.control->generation + 1;
   for (int r = 0; r < c.team.num_ranks; ++r) store_relaxed(status_of(c, r), next);
   __threadfence_system();
   *reinterpret_cast<volatile uint64_t*>(&c.host->status) = next;
+}
+
+/// This call fails, here as on all other ranks, and the next ones do not: kernels of the call do nothing more.
+__device__ inline void fail_call(const Common& c, const WaitRecord& why) {
+  write_record(c, why);
+  *reinterpret_cast<volatile uint32_t*>(&c.lane_control->failed) = static_cast<uint32_t>(why.epoch);
+  __threadfence();
 }
 
 struct Call {
@@ -40,6 +51,10 @@ struct Call {
 __device__ __forceinline__ Call call_of(const Common& c) {
   const uint32_t epoch = c.lane_control->epoch[blockIdx.x % kMaxChannels] + 1 - static_cast<uint32_t>(c.back);
   return {epoch, static_cast<int>(epoch % static_cast<uint32_t>(c.arena.depth))};
+}
+/// Whether nothing should be done: the Buffer is aborted, or the call has failed.
+__device__ __forceinline__ bool is_over(const Common& c, Call call) {
+  return *reinterpret_cast<const volatile uint32_t*>(&c.lane_control->failed) == call.epoch || is_aborted(c);
 }
 /// At the end of the kernel that ends the sending part of a call. Blocks read their word when they start, and each word is
 /// advanced by one block only; a block that starts late reads words that only it advances if the grid does not exceed them.
@@ -77,7 +92,7 @@ __device__ __forceinline__ bool wait_until(const Common& c, Phase phase, int pee
   for (uint32_t i = 1;; ++i) {
     if (ready()) return true;
     if (i % 64) continue;
-    if (is_aborted(c)) return false;
+    if (is_aborted(c) || *reinterpret_cast<const volatile uint32_t*>(&c.lane_control->failed) == epoch) return false;
     const uint64_t now = clock_ns();
     if (now < next_look) continue;
     next_look = now + 10'000;  // host words lie across PCIe
