@@ -34,7 +34,8 @@ const Loaded& loaded() {
     try {
       result.table = load();
     } catch (const TransportError& error) {
-      result.reason = std::string(error.what()) + " (the package was built with TURNOUT_CUDA=OFF, or without the file; TURNOUT_CUDA_LIBRARY names another)";
+      result.reason =
+          std::string(error.what()) + " (the package was built with TURNOUT_CUDA=OFF, or without the file; TURNOUT_CUDA_LIBRARY names another)";
     }
     return result;
   }();

@@ -1,3 +1,4 @@
+// The kernels: plain loops over words.
 #include <stdexcept>
 #include <string>
 

@@ -1,5 +1,5 @@
 // Ways to share memory, best first; each is tried by all ranks together and refused by all alike.
-#include "transport/device/open.h"
+#include "transport/cuda_open.h"
 
 #include <functional>
 #include <utility>

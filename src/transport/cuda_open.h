@@ -1,3 +1,4 @@
+// How libturnout_cuda.so opens device windows.
 #pragma once
 #include <memory>
 #include <string>
