@@ -14,6 +14,7 @@ extern "C" __attribute__((visibility("default"))) const turnout::transport::Cuda
     t.describe = device::describe;
     t.device_reason = device::device_reason;
     t.open_device_window = device::open;
+    t.set_log_callback = turnout::util::set_log_callback;
     return t;
   }();
   return &table;

@@ -49,22 +49,12 @@ TEST_P(CudaWindowProcess, EachProcessMaySeeItsOwnGpuOnly) {
 
 TEST_P(CudaWindowProcess, ProcessesMayHoldSeveralRanks) {
   Family family(2, [&](const std::shared_ptr<Store>& store, int process) {
-    std::vector<std::string> errors(2);
-    std::vector<std::jthread> threads;
-    for (int thread = 0; thread < 2; ++thread) {
-      threads.emplace_back([&, thread] {
-        try {
-          const auto bootstrap = store_bootstrap(store, 2 * process + thread, 4, "ranks", 20s);
-          const auto host = make_shm(*bootstrap);
-          use_window(*bootstrap, *host, name(), [](int rank) { return rank % num_cuda_devices(); });
-          bootstrap->barrier("done");
-        } catch (const std::exception& error) {
-          errors[static_cast<size_t>(thread)] = error.what();
-        }
-      });
-    }
-    threads.clear();
-    require(errors[0].empty() && errors[1].empty(), errors[0] + " / " + errors[1]);
+    run_threads(2, [&](int thread) {
+      const auto bootstrap = store_bootstrap(store, 2 * process + thread, 4, "ranks", 20s);
+      const auto host = make_shm(*bootstrap);
+      use_window(*bootstrap, *host, name(), [](int rank) { return rank % num_cuda_devices(); });
+      bootstrap->barrier("done");
+    });
   });
   family.expect_success();
 }

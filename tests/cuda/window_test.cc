@@ -79,6 +79,27 @@ TEST_P(CudaWindow, SuspendFreesMemoryAndMisuseIsToldApart) {
   });
 }
 
+TEST_P(CudaWindow, AWindowThatCannotBeResumedYetIsResumedLater) {
+  if (name() != "cuda_p2p" || util::env().device_memory == "ipc") GTEST_SKIP() << "only memory of the GPU runs short here";
+  run_ranks(2, [&](Bootstrap& bootstrap) {
+    const auto host = make_inproc(bootstrap, 0);
+    const auto window = open(bootstrap, *host, 0, size_t{1} << 30);
+    const auto before = addresses(bootstrap, *window);
+    window->suspend();
+    void* hog = nullptr;
+    if (bootstrap.rank() == 1) {
+      ASSERT_EQ(cudaMalloc(&hog, free_bytes(0) - (size_t{1536} << 20)), cudaSuccess);
+    }
+    bootstrap.barrier("full");
+    EXPECT_THROW(window->resume(), TransportError);
+    EXPECT_EQ(cudaFree(hog), cudaSuccess);
+    bootstrap.barrier("free again");
+    window->resume();
+    EXPECT_EQ(addresses(bootstrap, *window), before);
+    exchange_words(bootstrap, *window, 0);
+  });
+}
+
 TEST_P(CudaWindow, FiftyCyclesLeakNothing) {
   const auto cycle = [&] {
     run_ranks(2, [&](Bootstrap& bootstrap) {

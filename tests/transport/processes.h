@@ -21,6 +21,7 @@ class FolderStore final : public Store {
   explicit FolderStore(std::string folder) : folder_(std::move(folder)) { keep(); }
   ~FolderStore() override { close(reserve_); }
   void set(const std::string& key, std::span<const std::byte> value) override {
+    const std::lock_guard lock(mutex_);
     const std::string to = path(key), from = to + "." + std::to_string(getpid());
     close(reserve_);
     std::ofstream(from, std::ios::binary).write(reinterpret_cast<const char*>(value.data()), static_cast<std::streamsize>(value.size()));
@@ -43,6 +44,7 @@ class FolderStore final : public Store {
     return folder_ + "/" + name;
   }
   std::optional<std::vector<std::byte>> look(const std::string& file) {
+    const std::lock_guard lock(mutex_);
     close(reserve_);
     std::ifstream in(file, std::ios::binary);
     std::vector<char> bytes;
@@ -57,6 +59,7 @@ class FolderStore final : public Store {
   void keep() { reserve_ = open("/dev/null", O_RDONLY | O_CLOEXEC); }
 
   const std::string folder_;
+  std::mutex mutex_;  // of the reserve
   int reserve_ = -1;
 };
 
@@ -113,6 +116,23 @@ class Family {
   std::string folder_;
   std::vector<pid_t> pids_;
 };
+
+/// Threads of a child; throws what any of them threw.
+inline void run_threads(int num_threads, const std::function<void(int)>& body) {
+  std::vector<std::string> errors(static_cast<size_t>(num_threads));
+  std::vector<std::jthread> threads;
+  for (int thread = 0; thread < num_threads; ++thread) {
+    threads.emplace_back([&, thread] {
+      try {
+        body(thread);
+      } catch (const std::exception& error) {
+        errors[static_cast<size_t>(thread)] = error.what();
+      }
+    });
+  }
+  threads.clear();
+  for (const std::string& error : errors) require(error.empty(), error);
+}
 
 /// Words between the children and the test: a pipe that all inherit.
 struct Pipe {

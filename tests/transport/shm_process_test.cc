@@ -72,6 +72,19 @@ TEST(ShmProcess, RowsAndSignalsCross) {
   }
 }
 
+TEST(ShmProcess, ProcessesMayHoldSeveralRanks) {
+  Family family(2, [](const std::shared_ptr<Store>& store, int process) {
+    run_threads(2, [&](int thread) {
+      const auto bootstrap = store_bootstrap(store, 2 * process + thread, 4, "ranks", 20s);
+      const auto transport = make_shm(*bootstrap);
+      const auto window = transport->open("slots", 4 * kSlot, 8);
+      exchange_rounds(*window, bootstrap->rank(), 4, 50);
+      bootstrap->barrier("done");
+    });
+  });
+  family.expect_success();
+}
+
 TEST(ShmProcess, AKilledPeerIsGoneWithinASecond) {
   Pipe ready;
   Family family(3, [&](Bootstrap& bootstrap) {
