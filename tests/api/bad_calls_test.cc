@@ -50,6 +50,31 @@ TEST(BadCalls, HandleAndIdsTogether) {
   });
 }
 
+TEST(BadCalls, WeightsThatTheDispatchDidNotHave) {
+  run_virtual_ranks(2, [](Communicator& comm) {
+    Buffer buffer(comm, small_config());
+    Tokens tokens(comm.rank());
+    tokens.args.topk_weights = TensorView();
+    tokens.args.layout = Layout::expert_major;
+    const DispatchResult rows = buffer.dispatch(tokens.args);
+    CombineArgs back = back_of(rows);
+    back.apply = CombineWeights::source;
+    expect_says(message_of<InvalidArgument>([&] { buffer.combine(back); }), {"weights=source", "no topk_weights"});
+    expect_works(buffer);
+  });
+}
+
+TEST(BadCalls, AMapOfExpertsThatCannotBe) {
+  run_virtual_ranks(2, [](Communicator& comm) {
+    Buffer buffer(comm, small_config());
+    expect_says(message_of<InvalidArgument>([&] { buffer.set_expert_to_rank({0, 1}); }), {"set_expert_to_rank", "2 entries", "6 experts"});
+    for (int rank : {-1, 2}) {
+      expect_says(message_of<InvalidArgument>([&] { buffer.set_expert_to_rank({0, 0, 0, 1, 1, rank}); }), {std::to_string(rank)});
+    }
+    expect_works(buffer);
+  });
+}
+
 TEST(BadCalls, SecondWait) {
   run_virtual_ranks(2, [](Communicator& comm) {
     Buffer buffer(comm, small_config());

@@ -90,10 +90,10 @@ Context::Context(std::shared_ptr<transport::Transport> transport_, std::unique_p
 void Context::count_fresh_result(size_t num_bytes) {
   if (fresh_results.fetch_add(1, std::memory_order_relaxed) > 0) return;
   util::log(util::LogLevel::warn,
-            "dispatch: no lease was free for a result of " + std::to_string(num_bytes) + " bytes (the largest gap of the receive region has " +
-                std::to_string(pool.largest_gap()) + " of " + std::to_string(pool.num_bytes()) +
-                "), so it was copied to memory of the allocator; release results sooner or raise receive_bytes. "
-                "Later results of this Buffer without a lease are only counted (num_fresh_results())",
+            "dispatch: no lease was free for a result of " + std::to_string(num_bytes) +
+                " bytes (largest gap of the receive region: " + std::to_string(pool.largest_gap()) + " of " + std::to_string(pool.num_bytes()) +
+                "): it lies in other memory, which takes one more copy. Release results sooner or raise receive_bytes. Further ones are counted "
+                "(num_fresh_results()), not logged",
             rank);
 }
 
