@@ -175,7 +175,7 @@ class TURNOUT_API Buffer {
   void recover();
   /// Non-zero once the Buffer is aborted; may be read at any time.
   const uint64_t* status_word() const;
-  /// Later calls raise InvalidArgument. Local, idempotent.
+  /// Later calls raise InvalidArgument; peers that wait for this rank raise PeerFailed. Local, idempotent; as is destruction.
   void close();
 
   const BufferConfig& config() const;

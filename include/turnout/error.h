@@ -38,7 +38,7 @@ struct WaitRecord {
   std::string phase;       ///< "header", "rows", "space", "consumed", "verdict", "failed", or the step of the bootstrap
   uint64_t expected = 0;   ///< value waited for
   uint64_t seen = 0;       ///< value seen last
-  std::string peer_state;  ///< "alive", "busy", "silent", "gone", "failed"
+  std::string peer_state;  ///< "alive", "busy", "silent", "gone", "closed" (its Buffer), "failed"
   std::string to_string() const;
 };
 

@@ -262,7 +262,12 @@ void BufferImpl::close() {
       std::lock_guard lock(l->mutex);
       l->abandon();
     }
+    context_->announce_close();
   }
+}
+
+BufferImpl::~BufferImpl() {
+  if (context_ && !context_->closed.load(std::memory_order_acquire)) context_->announce_close();
 }
 
 }  // namespace internal

@@ -48,6 +48,9 @@ class PendingImpl {
 class BufferImpl : public std::enable_shared_from_this<BufferImpl> {
  public:
   BufferImpl(std::shared_ptr<CommunicatorImpl> communicator, const BufferConfig& config, Allocator* allocator);
+  BufferImpl(const BufferImpl&) = delete;
+  BufferImpl& operator=(const BufferImpl&) = delete;
+  ~BufferImpl();
 
   /// Checks and issues a call. What this rank cannot do is refused on all ranks.
   template <class Args>

@@ -50,6 +50,40 @@ TEST(BadCalls, HandleAndIdsTogether) {
   });
 }
 
+/// Who waits for a rank whose Buffer is closed, or no longer there, waits in vain, and is told soon.
+TEST(BadCalls, ARankThatHasClosed) {
+  for (const char* transport : {"inproc", "shm"}) {
+    for (bool destroyed : {false, true}) {
+      CommunicatorOptions options;
+      options.transport = transport;
+      run_virtual_ranks(
+          3,
+          [&](Communicator& comm) {
+            std::optional<Buffer> buffer(std::in_place, comm, small_config());
+            expect_works(*buffer);
+            Tokens tokens(comm.rank());
+            if (comm.rank() == 1) {
+              if (destroyed) buffer.reset();
+              else buffer->close();
+            } else {
+              const auto start = std::chrono::steady_clock::now();
+              try {
+                buffer->dispatch(tokens.args);
+                ADD_FAILURE() << "nothing was thrown";
+              } catch (const PeerFailed& e) {
+                expect_says(e.what(), {"rank 1", "epoch 3", "header", "peer is closed"});
+                EXPECT_EQ(e.record().peers, std::vector<int>{1});
+                EXPECT_EQ(e.record().peer_state, "closed");
+              }
+              EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
+            }
+            comm.barrier();
+          },
+          options);
+    }
+  }
+}
+
 TEST(BadCalls, WeightsThatTheDispatchDidNotHave) {
   run_virtual_ranks(2, [](Communicator& comm) {
     Buffer buffer(comm, small_config());

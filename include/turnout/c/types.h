@@ -33,7 +33,7 @@ typedef struct turnout_wait_record {
   const char* phase;      /* "header", "rows", "space", "consumed", "verdict", "failed", or the step of the bootstrap */
   uint64_t expected;      /* value waited for */
   uint64_t seen;          /* value seen last */
-  const char* peer_state; /* "alive", "busy", "silent", "gone", "failed" */
+  const char* peer_state; /* "alive", "busy", "silent", "gone", "closed" (its buffer), "failed" */
 } turnout_wait_record;
 
 /* The record of the last failed call of this thread, if it was TURNOUT_PEER_TIMEOUT or TURNOUT_PEER_FAILED; else null.

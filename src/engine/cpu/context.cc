@@ -154,8 +154,26 @@ void Context::throw_abort() {
   throw InvalidArgument(text);
 }
 
+void Context::retire(const BlockPool::Block& block) {
+  std::lock_guard lock(abort_mutex_);
+  if (status.load(std::memory_order_relaxed) == 0) pool.give_back(block);
+  else retired_.push_back(block);
+}
+
+void Context::announce_close() noexcept {
+  for (int peer = 0; peer < num_ranks; ++peer) {
+    try {
+      if (peer != rank) window->signal(peer, layout.closed_signal(rank), 1);
+    } catch (...) {
+      // It is gone itself.
+    }
+  }
+}
+
 void Context::forget_abort() {
   std::lock_guard lock(abort_mutex_);
+  for (const BlockPool::Block& block : retired_) pool.give_back(block);
+  retired_.clear();
   for (int peer = 0; peer < num_ranks; ++peer) {
     abort_seen_[static_cast<size_t>(peer)].store(window->read(layout.abort_signal(peer)), std::memory_order_relaxed);
   }

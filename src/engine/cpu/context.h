@@ -67,6 +67,11 @@ struct Context {
   [[noreturn]] void stop(const Abort& why);
   /// Throws if some rank aborted. Cheap.
   void check_abort();
+  /// Keeps a block of a failed call, into which peers may still write, out of the pool until recover(), when all have left theirs.
+  void retire(const BlockPool::Block& block);
+  /// Tells the peers that this rank makes no call any more. Never throws, never waits.
+  void announce_close() noexcept;
+  bool has_closed(int peer) const { return window->read(layout.closed_signal(peer)) != 0; }
   /// After recover(): what was raised so far is history.
   void forget_abort();
 
@@ -77,6 +82,7 @@ struct Context {
   [[noreturn]] void throw_abort();
   std::mutex abort_mutex_;
   Abort abort_;
+  std::vector<BlockPool::Block> retired_;
   std::vector<std::atomic<uint64_t>> abort_seen_;  ///< per source: abort signals already answered by a recover()
   uint64_t num_aborts_ = 0;                        ///< raised by this rank
 };
@@ -94,18 +100,24 @@ class ResultMemory {
   ResultMemory(const ResultMemory&) = delete;
   ResultMemory& operator=(const ResultMemory&) = delete;
   ~ResultMemory() {
+    if (is_retired_) return;
     if (is_lease_) context_->pool.give_back(lease_);
     else context_->allocator->deallocate(data_, num_bytes_);
   }
   std::byte* data() const { return data_; }
   bool is_lease() const { return is_lease_; }
+  /// The call failed: a lease goes the way of Context::retire().
+  void retire() {
+    if (is_lease_) context_->retire(lease_);
+    is_retired_ = is_lease_;
+  }
 
  private:
   std::shared_ptr<Context> context_;
   std::byte* data_ = nullptr;
   BlockPool::Block lease_{};
   size_t num_bytes_ = 0;
-  bool is_lease_ = false;
+  bool is_lease_ = false, is_retired_ = false;
 };
 
 }  // namespace turnout::engine

@@ -122,10 +122,10 @@ void DispatchCall::give_up() noexcept {
   if (given_up_ || finished_) return;
   given_up_ = true;
   try {
-    // Nobody writes the offered block: ranks that disagree put nothing in place, and after an abort no call starts
-    // before recover(), when all have left theirs.
-    if (offer_) context_->pool.give_back(*offer_);
+    // Ranks that disagree put nothing in place, so nobody writes the block; after an abort somebody may.
+    if (offer_) context_->retire(*offer_);
     offer_.reset();
+    if (memory_) memory_->retire();
     memory_.reset();
     held_memory_.reset();
     consume_all();

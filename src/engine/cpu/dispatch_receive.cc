@@ -181,22 +181,20 @@ bool DispatchCall::receive_from(int source, int64_t available) {
       }
     }
   }
-  if (misfit_.empty()) {
-    context_->parallel_for(end - first, 4, [&](int64_t from, int64_t to) {
-      thread_local std::vector<std::byte> quantised;
-      for (int64_t i = first + from; i < first + to; ++i) {
-        const std::byte* record = own ? nullptr : record_of(i);
-        if (held_ && !own) {
-          std::memcpy(held_memory_->data() + static_cast<size_t>(base + i) * format_.record_bytes, record, format_.record_bytes);
-        } else if (!held_) {
-          Row row{nullptr, nullptr, record, own ? token_of(i) : 0, base + i};
-          row.x = own ? token_row(row.token, quantised, row.scales) : record + format_.x_at;
-          if (!own && format_.scale_bytes) row.scales = record + format_.scales_at;
-          lay_out(row);
-        }
+  context_->parallel_for(end - first, 4, [&](int64_t from, int64_t to) {
+    thread_local std::vector<std::byte> quantised;
+    for (int64_t i = first + from; i < first + to; ++i) {
+      const std::byte* record = own ? nullptr : record_of(i);
+      if (held_ && !own) {
+        std::memcpy(held_memory_->data() + static_cast<size_t>(base + i) * format_.record_bytes, record, format_.record_bytes);
+      } else if (!held_) {
+        Row row{nullptr, nullptr, record, own ? token_of(i) : 0, base + i};
+        row.x = own ? token_row(row.token, quantised, row.scales) : record + format_.x_at;
+        if (!own && format_.scale_bytes) row.scales = record + format_.scales_at;
+        lay_out(row);
       }
-    });
-  }
+    }
+  });
   received_[at] = available;
   rows_left_ -= available - first;
   std::atomic_ref(arrived_[at]).store(std::min(available, admitted_here), std::memory_order_release);

@@ -155,13 +155,17 @@ void Lane::check_patience(const Call& call, Patience& patience) {
   const Waiting waiting = call.waiting();
 
   std::vector<int> gone;
+  bool closed = true;
   for (int peer : waiting.peers) {
-    if (context_->transport->peer_state(peer) == transport::PeerState::gone) gone.push_back(peer);
+    const bool left = context_->transport->peer_state(peer) == transport::PeerState::gone;
+    if (!left && !context_->has_closed(peer)) continue;
+    gone.push_back(peer);
+    closed = closed && !left;
   }
   // What a peer sent before it left may still be landing: it is given a moment without any progress.
   if (gone.empty()) patience.gone_since.reset();
   else if (!patience.gone_since) patience.gone_since = now;
-  else if (now - *patience.gone_since > kLandingTime) expire(call, waiting, gone, "gone", waited, true);
+  else if (now - *patience.gone_since > kLandingTime) expire(call, waiting, gone, closed ? "closed" : "gone", waited, true);
 
   const auto ranks = static_cast<size_t>(context_->num_ranks);
   if (patience.heartbeats.empty()) {
