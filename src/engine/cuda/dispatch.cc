@@ -137,22 +137,8 @@ DispatchArgs Engine::dispatch_args(const turnout::DispatchArgs& args, const Call
 
 /// The block that peers write: rows, scales, side arrays, then ids, weights and positions.
 void Engine::place_block(DispatchArgs& a, int64_t rows, std::shared_ptr<Hold>* block, cudaStream_t stream) const {
-  int64_t at = 0;
-  const auto take = [&](int64_t bytes) {
-    const int64_t here = at;
-    at = up(at + bytes, 128);
-    return here;
-  };
   a.block_rows = rows;
-  a.offsets.x = static_cast<size_t>(take(rows * a.x_block_stride));
-  a.offsets.scales = static_cast<size_t>(take(rows * a.scale_bytes));
-  for (int s = 0; s < a.num_side; ++s) a.side[s].block_offset_128 = static_cast<int32_t>(take(rows * a.side[s].bytes) / 128);
-  if (!a.cached) {
-    a.offsets.idx = static_cast<size_t>(take(rows * a.num_topk * 4));
-    a.offsets.weights = static_cast<size_t>(take(a.has_weights ? rows * a.num_topk * 4 : 0));
-    a.offsets.pair = static_cast<size_t>(take(rows * a.num_topk * 4));
-  }
-  a.offsets.num_bytes = static_cast<size_t>(at);
+  const int64_t at = block_offsets(a, rows).num_bytes;
   const std::optional<Lease> lease = shared_->region.take(static_cast<size_t>(at), stream);
   if (!lease) {
     throw InvalidArgument("dispatch: " + std::to_string(rows) + " rows need " + std::to_string(at) + " bytes of the receive region, which has " +
@@ -253,7 +239,8 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
     a.routing = fresh->view;
     const int64_t most = config_.max_tokens_per_rank * num_ranks_;
     if (a.capacity >= 0) {
-      rows = a.layout == Layout::expert_slab ? most : std::min(a.capacity, most);
+      // rank_major results are as long as the capacity says, and they may stay in the block.
+      rows = a.layout == Layout::expert_slab ? most : a.layout == Layout::rank_major ? a.capacity : std::min(a.capacity, most);
       a.result_rows = a.layout == Layout::expert_slab ? a.capacity * a.num_local : a.capacity;
     } else {
       if (capture_of(stream)) throw InvalidArgument("dispatch: size is exact, so the host must wait for counts, but the stream is being captured; give a capacity");
@@ -270,10 +257,11 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
   place_block(a, rows, &pending->block, stream);
   if (a.straight) {
     std::byte* base = pending->block->data();
-    a.out_x = base + a.offsets.x;
+    const BlockOffsets offsets = block_offsets(a, rows);
+    a.out_x = base;
     a.out_stride = a.x_block_stride;
-    a.out_scales = base + a.offsets.scales;
-    for (int s = 0; s < a.num_side; ++s) a.side[s].out = base + static_cast<int64_t>(a.side[s].block_offset_128) * 128;
+    a.out_scales = base + offsets.scales;
+    for (int s = 0; s < a.num_side; ++s) a.side[s].out = base + side_offset(a, offsets, rows, s);
     pending->result = pending->block;
   } else {
     place_result(args, a, &pending->result, stream);

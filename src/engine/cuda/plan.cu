@@ -244,10 +244,11 @@ __device__ void send_meta(const DispatchArgs& a, const Offer* offers, int chunk,
       const int64_t row = static_cast<int64_t>(a.routing.send_begin[d]) + at - a.first_row;
       if (row < 0 || row >= offers[d].rows) continue;
       std::byte* block = offered_block(c, d, offers[d]);
+      const BlockOffsets offsets = block_offsets(a, offers[d].rows);
       const int64_t slot = row * topk + (i - first);
-      reinterpret_cast<int32_t*>(block + a.offsets.idx)[slot] = owner == d ? c.experts->local[id] : -1;
-      reinterpret_cast<int32_t*>(block + a.offsets.pair)[slot] = a.routing.pair_index[i];
-      if (a.has_weights) reinterpret_cast<float*>(block + a.offsets.weights)[slot] = owner == d ? a.routing.topk_weights[i] : 0.0f;
+      reinterpret_cast<int32_t*>(block + offsets.idx)[slot] = owner == d ? c.experts->local[id] : -1;
+      reinterpret_cast<int32_t*>(block + offsets.pair)[slot] = a.routing.pair_index[i];
+      if (a.has_weights) reinterpret_cast<float*>(block + offsets.weights)[slot] = owner == d ? a.routing.topk_weights[i] : 0.0f;
     }
   }
   __syncthreads();
