@@ -224,8 +224,8 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
   a = dispatch_args(args, facts, routing);
   std::shared_ptr<RoutingMemory> fresh;
   int64_t rows = 0;
-  const int plan_blocks = blocks(kMaxChunks);
-  a.move_blocks = blocks(num_sms_);
+  const int plan_blocks = blocks(args.num_sms > 0 ? args.num_sms : kMaxChunks);
+  a.move_blocks = blocks(args.num_sms > 0 ? args.num_sms : num_sms_);
   bool planned = false;
   if (cached) {
     pending->routing = std::static_pointer_cast<const RoutingMemory>(cached);
