@@ -51,8 +51,9 @@ class CudaPlace : public Place {
     const size_t bytes = span_bytes(there);
     if (bytes == 0) return t;
     host_.emplace_back(bytes + 16);
-    cuda_ok(cudaMemcpyAsync(host_.back().data(), there.data, bytes, cudaMemcpyDeviceToHost, stream_), "download");
-    cuda_ok(cudaStreamSynchronize(stream_), "download");
+    const std::string what = "download of " + std::to_string(bytes) + " bytes of " + there.to_string();
+    cuda_ok(cudaMemcpyAsync(host_.back().data(), there.data, bytes, cudaMemcpyDeviceToHost, stream_), what.c_str());
+    cuda_ok(cudaStreamSynchronize(stream_), what.c_str());
     t.data = host_.back().data();
     return t;
   }
