@@ -52,7 +52,8 @@ struct TURNOUT_API BufferConfig {
   void validate(int num_ranks) const;
 };
 
-/// Bytes of symmetric memory that each rank of a Buffer takes: exactly what the constructor allocates.
+/// Bytes of symmetric memory that each rank of a Buffer takes, signals included, in whole pages: exactly what the constructor
+/// allocates. (Results that are not leases come from the allocator, when they are needed.)
 /// Throws: InvalidArgument as BufferConfig::validate.
 TURNOUT_API size_t required_bytes(const BufferConfig& config, int num_ranks);
 

@@ -48,7 +48,7 @@ int Buffer::num_local_experts() const {
   std::lock_guard lock(impl_->context()->experts_mutex);
   return context.experts->num_local(context.rank);
 }
-size_t Buffer::num_bytes() const { return impl_->context()->layout.num_bytes; }
+size_t Buffer::num_bytes() const { return api::arena_bytes(impl_->context()->layout); }
 
 }  // namespace v0
 }  // namespace turnout

@@ -9,6 +9,7 @@
 #include "core/routing.h"
 #include "engine/cpu/header.h"
 #include "engine/cpu/row_format.h"
+#include "transport/window_bytes.h"
 
 namespace turnout {
 inline namespace v0 {
@@ -51,7 +52,7 @@ void BufferConfig::validate(int num_ranks) const {
 
 size_t required_bytes(const BufferConfig& config, int num_ranks) {
   config.validate(num_ranks);
-  return api::arena_of(config, num_ranks).num_bytes;
+  return api::arena_bytes(api::arena_of(config, num_ranks));
 }
 
 }  // namespace v0
@@ -80,6 +81,8 @@ size_t default_receive_bytes(const BufferConfig& config, int num_ranks) {
 }
 
 }  // namespace
+
+size_t arena_bytes(const core::BufferLayout& layout) { return transport::window_bytes(layout.num_bytes, layout.num_signals()); }
 
 core::BufferLayout arena_of(const BufferConfig& config, int num_ranks) {
   core::BufferShape shape;
