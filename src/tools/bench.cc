@@ -290,7 +290,11 @@ int bench_rank(Communicator& communicator, const BenchOptions& o) {
   ProblemSpec small = plan.spec;
   const int64_t most = std::max<int64_t>(16, kVerifyElements / (plan.spec.hidden * communicator.num_ranks()));
   for (int64_t& tokens : small.tokens) tokens = std::min(tokens, most);
-  if (!all_empty(communicator, verify(communicator, plan, small, o))) return 1;
+  {
+    Progress progress("verify", 1, communicator.rank() == 0);
+    const std::string wrong = verify(communicator, plan, small, o);
+    if (!all_empty(communicator, wrong)) return 1;
+  }
   if (speaks) std::printf("verified against the reference, bit for bit (%ld tokens per rank)\n", static_cast<long>(small.tokens[0]));
 
   Report report = new_report("turnout bench");
