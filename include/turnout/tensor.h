@@ -21,7 +21,7 @@ struct TURNOUT_API TensorView {
   std::array<int64_t, 3> strides{};
   Device device{};
 
-  /// A dense (row-major, no gaps) view.
+  /// A dense (row-major, no gaps) view. Throws: InvalidArgument for more than three dimensions.
   static TensorView dense(const void* data, DType dtype, std::initializer_list<int64_t> shape, Device device = {});
 
   /// A matrix whose rows start `row_stride` elements apart.

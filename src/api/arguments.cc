@@ -212,7 +212,7 @@ void check_combine(const engine::Context& context, const CombineArgs& args) {
   check_matrix("combine: y", args.y, slab && args.y.ndim == 3 ? 3 : 2);
   if (!is_summable(args.y.dtype)) refuse("combine: y is " + args.y.to_string() + ", but must be fp16, bf16, fp32 or fp64");
   check_row_width("combine: y", args.y, config);
-  const int64_t have = args.y.ndim == 3 ? args.y.shape[0] * args.y.shape[1] : args.y.shape[0];
+  const int64_t have = args.y.num_elements() / args.y.shape[static_cast<size_t>(args.y.ndim - 1)];
   const int64_t need = slab ? r.result_rows() : r.num_rows;
   if (slab && args.y.ndim == 3) {
     if (args.y.shape[0] != r.num_local_experts() || args.y.shape[1] != r.capacity) {

@@ -51,7 +51,7 @@ engine::CallFacts facts_of(const engine::Context& context, const CombineArgs& ar
   f.mode = static_cast<int64_t>(resolve(context.config, args.mode));
   f.layout = r ? static_cast<int64_t>(r->layout) : 0;
   f.dtype = static_cast<int64_t>(args.y.dtype);
-  f.hidden = args.y.ndim > 0 ? args.y.shape[static_cast<size_t>(args.y.ndim - 1)] : 0;
+  f.hidden = args.y.ndim > 0 && args.y.ndim <= 3 ? args.y.shape[static_cast<size_t>(args.y.ndim - 1)] : 0;
   f.topk = r ? r->num_topk : 0;
   f.weights = static_cast<int64_t>(args.apply);
   f.num_side = args.side.defined();

@@ -3,11 +3,14 @@
 
 #include <algorithm>
 
+#include "turnout/error.h"
+
 namespace turnout {
 inline namespace v0 {
 
 TensorView TensorView::dense(const void* data, DType dtype, std::initializer_list<int64_t> shape, Device device) {
   TensorView view;
+  if (shape.size() > view.shape.size()) throw InvalidArgument("TensorView: " + std::to_string(shape.size()) + " dimensions, but at most 3");
   view.data = const_cast<void*>(data);  // a view serves inputs (never written) and outputs alike
   view.dtype = dtype;
   view.device = device;
@@ -15,7 +18,8 @@ TensorView TensorView::dense(const void* data, DType dtype, std::initializer_lis
   int64_t stride = 1;
   for (int d = view.ndim - 1; d >= 0; --d) {
     view.strides[static_cast<size_t>(d)] = stride;
-    stride *= view.shape[static_cast<size_t>(d)];
+    // Wraps where no memory is large enough: such shapes are refused where they are used.
+    (void)__builtin_mul_overflow(stride, view.shape[static_cast<size_t>(d)], &stride);
   }
   return view;
 }

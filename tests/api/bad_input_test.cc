@@ -224,6 +224,7 @@ TEST(BadInput, ShapesBeyondAnyMemory) {
   };
   back([](CombineArgs& a) { a.y.ndim = 5; }, {"y is", "2 dimensions"});
   back([](CombineArgs& a) { a.y.shape[1] = kHuge; }, {"y is", "at most 32"});
+  expect_combine_refused(Layout::expert_slab, [](CombineArgs& a, const DispatchResult&) { a.y.shape = {kHuge, 4, 8}; }, {"y is", "[2, 6, hidden]"});
   for (int64_t extent : {-kHuge, int64_t{-1}, int64_t{0}}) {
     back([&](CombineArgs& a) { a.side = TensorView::dense(w, DType::fp32, {extent, 4}); }, {"side"});
     back(
@@ -239,6 +240,10 @@ TEST(BadInput, ShapesBeyondAnyMemory) {
         a.side.ndim = 9;
       },
       {"side has 9 dimensions"});
+}
+
+TEST(BadInput, ViewsOfFourDimensions) {
+  expect_says(message_of<InvalidArgument>([] { TensorView::dense(nullptr, DType::u8, {1, 1, 1, 1}); }), {"4 dimensions", "at most 3"});
 }
 
 TEST(BadInput, TooManySideArrays) {
