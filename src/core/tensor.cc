@@ -1,8 +1,20 @@
 // TensorView: construction and the form it takes in messages.
 #include "turnout/tensor.h"
 
+#include <limits>
+
 namespace turnout {
 inline namespace v0 {
+
+namespace {
+
+/// The product of two extents, or the largest number: shapes come from callers, and none may look small because it wrapped.
+int64_t product(int64_t a, int64_t b) {
+  int64_t result = 0;
+  return __builtin_mul_overflow(a, b, &result) ? std::numeric_limits<int64_t>::max() : result;
+}
+
+}  // namespace
 
 TensorView TensorView::dense(const void* data, DType dtype, std::initializer_list<int64_t> shape, Device device) {
   TensorView view;
@@ -13,7 +25,7 @@ TensorView TensorView::dense(const void* data, DType dtype, std::initializer_lis
   int64_t stride = 1;
   for (int d = view.ndim - 1; d >= 0; --d) {
     view.strides[static_cast<size_t>(d)] = stride;
-    stride *= view.shape[static_cast<size_t>(d)];
+    stride = product(stride, view.shape[static_cast<size_t>(d)]);
   }
   return view;
 }
@@ -25,9 +37,11 @@ TensorView TensorView::matrix(const void* data, DType dtype, int64_t rows, int64
 }
 
 int64_t TensorView::num_elements() const {
-  if (ndim == 0) return 0;
-  int64_t n = 1;
-  for (int d = 0; d < ndim; ++d) n *= shape[static_cast<size_t>(d)];
+  int64_t n = ndim == 0 ? 0 : 1;
+  for (int d = 0; d < ndim; ++d) {
+    if (shape[static_cast<size_t>(d)] < 1) return 0;
+    n = product(n, shape[static_cast<size_t>(d)]);
+  }
   return n;
 }
 
@@ -36,7 +50,7 @@ bool TensorView::is_dense() const {
   for (int d = ndim - 1; d >= 0; --d) {
     const auto at = static_cast<size_t>(d);
     if (shape[at] != 1 && strides[at] != stride) return false;
-    stride *= shape[at];
+    stride = product(stride, shape[at]);
   }
   return true;
 }

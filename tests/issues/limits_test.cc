@@ -54,6 +54,41 @@ TEST(Issues, ATimeoutForEverIsRefusedInWords) {
   EXPECT_TRUE(store->get("key", kForEver));
 }
 
+// Found here by c_api_fuzz: the elements of a shape that wraps around looked few, and two negative extents looked like many.
+TEST(Issues, ElementsOfAShapeNeverWrapAround) {
+  constexpr int64_t kHuge = int64_t{1} << 62;
+  EXPECT_EQ(TensorView::dense(nullptr, DType::u8, {kHuge, 4}).num_elements(), INT64_MAX);
+  EXPECT_EQ(TensorView::dense(nullptr, DType::u8, {3, kHuge, 3}).num_elements(), INT64_MAX);
+  EXPECT_EQ(TensorView::dense(nullptr, DType::u8, {kHuge, 0}).num_elements(), 0);
+  EXPECT_EQ(TensorView::dense(nullptr, DType::u8, {-3, -4}).num_elements(), 0);
+  EXPECT_EQ(TensorView().num_elements(), 0);
+  run_virtual_ranks(1, [](Communicator& comm) {
+    Buffer buffer(comm, small_config());
+    Tokens tokens(0);
+    tokens.args.layout = Layout::expert_major;
+    const DispatchResult rows = buffer.dispatch(tokens.args);
+    for (const TensorView& weights :
+         {TensorView::dense(tokens.x.data(), DType::fp32, {-3, -4}), TensorView::dense(tokens.x.data(), DType::fp32, {kHuge, 4, 0})}) {
+      CombineArgs back;
+      back.y = rows.x;
+      back.handle = &rows.handle;
+      back.apply = CombineWeights::rows;
+      back.weights = weights;
+      expect_says(message_of<InvalidArgument>([&] { buffer.combine(back); }), {"weights", "0 elements"});
+    }
+    Tokens none(0, 0);
+    none.args.x = TensorView::dense(nullptr, DType::fp64, {0, kHuge / 2});  // 2^64 bytes a row
+    expect_says(message_of<InvalidArgument>([&] { buffer.dispatch(none.args); }), {"x is fp64[0, ", "rows of 9223372036854775807 bytes"});
+    Tokens aside(0, 0);
+    aside.args.side = {TensorView::dense(nullptr, DType::u8, {0, 5}), TensorView::dense(nullptr, DType::fp32, {0, kHuge})};
+    expect_says(message_of<InvalidArgument>([&] { buffer.dispatch(aside.args); }), {"side arrays have 9223372036854775807 bytes", "max_side_bytes"});
+    Tokens wide(0);
+    wide.args.topk_idx = TensorView::matrix(wide.ids.data(), DType::i64, 3, kHuge, 4);
+    expect_says(message_of<InvalidArgument>([&] { buffer.dispatch(wide.args); }), {"topk_idx", std::to_string(kHuge)});
+    expect_works(buffer);
+  });
+}
+
 TEST(Issues, AYearIsLongEnoughToWait) {
   run_virtual_ranks(2, [](Communicator& comm) {
     BufferConfig c = small_config();
