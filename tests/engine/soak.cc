@@ -139,10 +139,14 @@ struct Options {
   std::string record;
 };
 
-void write_record(const Options& options, const Tally& tally, int64_t num_sessions, int64_t num_failed) {
+/// Made before the run: what it says of the tree and of the load is how things were then.
+tools::Report new_record(const Options& options) {
   std::ostringstream command;
   command << "./dev soak --seconds " << options.seconds << " --seed " << options.seed << " --record";
-  tools::Report report = tools::new_report(command.str());
+  return tools::new_report(command.str());
+}
+
+void write_record(tools::Report report, const Options& options, const Tally& tally, int64_t num_sessions, int64_t num_failed) {
   report.tests.passed = static_cast<int>(tally.count(Player::kCompared) ? tally.at(Player::kCompared) : 0);
   report.tests.failed = static_cast<int>(num_failed);
   report.tests.names.push_back(std::to_string(num_sessions) + " sessions");
@@ -151,7 +155,7 @@ void write_record(const Options& options, const Tally& tally, int64_t num_sessio
 }
 
 /// Prints the last line of a run and returns its exit status.
-int finish(const Options& options, const Tally& tally, int64_t num_sessions, bool failed) {
+int finish(const tools::Report& record, const Options& options, const Tally& tally, int64_t num_sessions, bool failed) {
   for (const auto& [what, times] : tally) std::printf("%10lld  %s\n", static_cast<long long>(times), what.c_str());
   int64_t num_failed = failed ? 1 : 0;
   if (!failed && options.seconds >= 60 && options.choices.num_ranks == 0 && options.choices.transport.empty()) {
@@ -160,7 +164,7 @@ int finish(const Options& options, const Tally& tally, int64_t num_sessions, boo
       ++num_failed;
     }
   }
-  if (!options.record.empty()) write_record(options, tally, num_sessions, num_failed);
+  if (!options.record.empty()) write_record(record, options, tally, num_sessions, num_failed);
   const auto compared = tally.count(Player::kCompared) ? tally.at(Player::kCompared) : 0;
   std::printf("%lld passed, %lld failed, 0 skipped\n", static_cast<long long>(compared), static_cast<long long>(num_failed));
   return num_failed ? 1 : 0;
@@ -170,6 +174,7 @@ int soak(const Options& options) {
   using Clock = std::chrono::steady_clock;
   const auto start = Clock::now();
   const auto seconds = [&] { return std::chrono::duration<double>(Clock::now() - start).count(); };
+  const tools::Report record = new_record(options);
   Tally tally;
   int64_t num_sessions = 0;
   double reported = 0;
@@ -183,7 +188,7 @@ int soak(const Options& options) {
                   static_cast<unsigned long long>(seed), s.num_ranks, s.options.transport.c_str(), s.processes ? ", processes" : "", e.what(),
                   static_cast<unsigned long long>(seed), c.num_ranks > 0 ? (" --ranks " + std::to_string(c.num_ranks)).c_str() : "",
                   c.transport.empty() ? "" : (" --transport " + c.transport).c_str());
-      return finish(options, tally, num_sessions, true);
+      return finish(record, options, tally, num_sessions, true);
     }
     if (seconds() - reported >= 10) {
       reported = seconds();
@@ -192,7 +197,7 @@ int soak(const Options& options) {
       std::fflush(stdout);
     }
   }
-  return finish(options, tally, num_sessions, false);
+  return finish(record, options, tally, num_sessions, false);
 }
 
 }  // namespace
