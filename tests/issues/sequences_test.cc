@@ -186,6 +186,33 @@ TEST(Issues, WhatAPeerSentBeforeItLeftArrives) {
   }
 }
 
+// Found here by the soak: the copy of a refused call was free at once, so a header that was still on its way landed on that of a
+// later call. (vllm#21306: the second layer hung, and nothing said which call who was at.)
+TEST(Issues, WhatIsOnItsWayForARefusedCallDoesNotReachALaterOne) {
+  for (uint64_t seed = 1; seed <= 40; ++seed) {
+    CommunicatorOptions options;
+    options.transport = "inproc";
+    options.scheduler_seed = seed;
+    run_virtual_ranks(
+        3,
+        [&](Communicator& comm) {
+          BufferConfig config = small_config();
+          config.max_outstanding = 1;
+          Buffer buffer(comm, config);
+          Random random(seed);
+          for (int i = 0; i < 40; ++i) {
+            Tokens tokens(comm.rank());
+            tokens.args.mode = kModes[random.below(2)];
+            tokens.args.layout = random.chance(0.5) ? Layout::rank_major : Layout::expert_major;
+            if (comm.rank() == random.below(3)) tokens.args.topk_idx = TensorView();
+            message_of<InvalidArgument>([&] { buffer.dispatch(tokens.args); });
+            if (random.chance(0.3)) expect_works(buffer);
+          }
+        },
+        options);
+  }
+}
+
 // Found here (commit 9fdd577): `out` of a full expert_major result was refused although it had room for the capacity.
 TEST(Issues, OutOfAFullResultNeedsItsCapacity) {
   RandomProblem p = uniform(2, 12, Layout::expert_major, 8);

@@ -22,6 +22,7 @@ Call::Call(std::shared_ptr<Context> context, int lane, uint64_t epoch, uint64_t 
   max_local_ = static_cast<int>((context_->layout.header_bytes - sizeof(Header)) / sizeof(int32_t) - ranks);
   header_sent_.assign(ranks, 0);
   header_seen_.assign(ranks, 0);
+  closed_.assign(ranks, 0);
   headers_.resize(ranks);
   my_rows_.assign(ranks, 0);
   rows_.assign(ranks * ranks, 0);
@@ -107,9 +108,10 @@ void Call::take_header(int source) {
   ++num_headers_seen_;
 }
 
-void Call::check_headers() const {
+void Call::check_headers() {
   const bool agreed = std::all_of(headers_.begin(), headers_.end(), [&](const Header& h) { return !h.refused && h.facts == headers_[0].facts; });
   if (agreed) return;
+  disagreed_ = true;
   std::string refusers;
   for (int source = 0; source < context_->num_ranks; ++source) {
     if (header(source).refused) refusers += (refusers.empty() ? "" : ", ") + std::to_string(source);
@@ -129,6 +131,31 @@ void Call::consume_all() {
   for (int source = 0; source < context_->num_ranks; ++source) {
     if (source != context_->rank) raise(source, BufferLayout::kSpace, progress_value(epoch_, kAllConsumed));
   }
+}
+
+void Call::leave() {
+  if (disagreed_) stop();
+  else consume_all();
+}
+
+void Call::stop() {
+  stopped_ = true;
+  for (int peer = 0; peer < context_->num_ranks; ++peer) {
+    if (peer != context_->rank) raise(peer, BufferLayout::kStopped, epoch_);
+  }
+}
+
+bool Call::close() {
+  bool moved = false;
+  for (int peer = 0; peer < context_->num_ranks; ++peer) {
+    const auto at = static_cast<size_t>(peer);
+    if (peer == context_->rank || closed_[at] || read(peer, BufferLayout::kStopped) < epoch_) continue;
+    raise(peer, BufferLayout::kSpace, progress_value(epoch_, kAllConsumed));
+    closed_[at] = 1;
+    ++num_closed_;
+    moved = true;
+  }
+  return moved;
 }
 
 }  // namespace turnout::engine

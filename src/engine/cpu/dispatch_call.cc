@@ -116,7 +116,7 @@ void DispatchCall::give_up() noexcept {
     offer_.reset();
     memory_.reset();
     held_memory_.reset();
-    consume_all();
+    leave();
   } catch (...) {
     // The peers are gone; there is nobody to tell.
   }

@@ -26,7 +26,10 @@ std::string seconds(std::chrono::steady_clock::duration d) {
 }  // namespace
 
 void Lane::remove(const Call* call) {
-  std::erase_if(calls_, [&](const auto& c) { return c.get() == call; });
+  const auto found = std::find_if(calls_.begin(), calls_.end(), [&](const auto& c) { return c.get() == call; });
+  if (found == calls_.end()) return;
+  if ((*found)->closing()) closing_.push_back(std::move(*found));
+  calls_.erase(found);
 }
 
 void Lane::restart(uint64_t epoch) {
@@ -35,6 +38,7 @@ void Lane::restart(uint64_t epoch) {
     call->give_up();
   }
   calls_.clear();
+  closing_.clear();  // the first use of a copy from here on waits for nobody
   next_epoch_ = first_epoch_ = epoch;
 }
 
@@ -56,11 +60,15 @@ void Lane::abandon() {
     call->give_up();
   }
   calls_.clear();
+  closing_.clear();
 }
 
 bool Lane::progress_all() {
   bool moved = false;
+  for (auto& call : closing_) moved |= call->close();
+  std::erase_if(closing_, [](const auto& call) { return !call->closing(); });
   for (auto& call : calls_) {
+    if (call->closing()) moved |= call->close();
     if (call->failure || call->done()) continue;
     try {
       moved |= call->progress();

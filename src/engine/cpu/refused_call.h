@@ -13,7 +13,10 @@ class RefusedCall final : public Call {
   bool progress() override {
     if (finished_) return false;
     const bool moved = exchange_headers();
-    if (all_headers_sent()) give_up();
+    if (all_headers_sent()) {
+      finished_ = true;
+      stop();
+    }
     return moved || finished_;
   }
   bool sent() const override { return finished_; }
@@ -26,15 +29,7 @@ class RefusedCall final : public Call {
     }
     return w;
   }
-  void give_up() noexcept override {
-    if (finished_) return;
-    finished_ = true;
-    try {
-      consume_all();
-    } catch (...) {
-      // The peers are gone; there is nobody to tell.
-    }
-  }
+  void give_up() noexcept override { finished_ = true; }
 
  private:
   bool finished_ = false;
