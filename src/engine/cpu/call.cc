@@ -145,11 +145,11 @@ void Call::stop() {
   }
 }
 
-bool Call::close() {
+bool Call::close(bool leaving) {
   bool moved = false;
   for (int peer = 0; peer < context_->num_ranks; ++peer) {
     const auto at = static_cast<size_t>(peer);
-    if (peer == context_->rank || closed_[at] || read(peer, BufferLayout::kStopped) < epoch_) continue;
+    if (peer == context_->rank || closed_[at] || (!leaving && read(peer, BufferLayout::kStopped) < epoch_)) continue;
     raise(peer, BufferLayout::kSpace, progress_value(epoch_, kAllConsumed));
     closed_[at] = 1;
     ++num_closed_;

@@ -55,8 +55,10 @@ class Call {
   /// A call that ranks do not agree about has failed, but not all that was put for it may have landed yet: it keeps its copy
   /// until every peer has stopped, lest something late lands on the next call.
   bool closing() const { return stopped_ && num_closed_ < context_->num_ranks - 1; }
-  /// Frees the copy for the peers that have stopped. True if there were any. REQUIRES: closing().
-  bool close();
+  /// Frees the copy for the peers that have stopped, or, when this rank leaves and reads nothing any more, for all.
+  /// True if there were any. REQUIRES: closing().
+  bool close(bool leaving = false);
+  bool closed(int peer) const { return closed_[static_cast<size_t>(peer)]; }
 
   uint64_t epoch() const { return epoch_; }
   int lane() const { return lane_; }

@@ -32,6 +32,15 @@ void Lane::remove(const Call* call) {
   calls_.erase(found);
 }
 
+std::shared_ptr<const Call> Lane::closing_call(uint64_t epoch) const {
+  for (const auto& list : {std::vector<std::shared_ptr<Call>>(calls_.begin(), calls_.end()), closing_}) {
+    for (const auto& call : list) {
+      if (call->epoch() == epoch && call->closing()) return call;
+    }
+  }
+  return nullptr;
+}
+
 void Lane::restart(uint64_t epoch) {
   for (auto& call : calls_) {
     call->failure = std::make_exception_ptr(InvalidArgument("the call was lost in recover()"));
@@ -58,6 +67,12 @@ void Lane::abandon() {
   for (auto& call : calls_) {
     if (!call->failure && !call->done()) call->failure = std::make_exception_ptr(InvalidArgument("the Buffer was closed before wait()"));
     call->give_up();
+    if (call->closing()) closing_.push_back(call);
+  }
+  try {
+    for (auto& call : closing_) call->close(/*leaving=*/true);
+  } catch (...) {
+    // The peers are gone; there is nobody to tell.
   }
   calls_.clear();
   closing_.clear();

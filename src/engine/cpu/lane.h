@@ -34,6 +34,8 @@ class Lane {
   void add(std::shared_ptr<Call> call) { calls_.push_back(std::move(call)); }
   /// Takes the call, which is done or has failed, from among them.
   void remove(const Call* call);
+  /// The call of `epoch`, if it has failed and is closing; else null.
+  std::shared_ptr<const Call> closing_call(uint64_t epoch) const;
 
   enum class Until { sent, done };
   /// Moves all outstanding calls until `call` is sent or done. On failure the call is given up, removed, and the reason
