@@ -58,7 +58,8 @@ Placed place(const Problem& p, int rank, int64_t capacity) {
     return out;
   }
   std::vector<int64_t> offsets{0};
-  for (int64_t n : counts) offsets.push_back(offsets.back() + (p.shape.layout == Layout::expert_slab ? capacity : core::align_up(n, p.shape.alignment)));
+  for (int64_t n : counts)
+    offsets.push_back(offsets.back() + (p.shape.layout == Layout::expert_slab ? capacity : core::align_up(n, p.shape.alignment)));
   for (size_t i = 0; i < out.rows.size(); ++i) out.rows[i] += offsets[static_cast<size_t>(locals[i])];
   return out;
 }
@@ -72,7 +73,8 @@ std::string check_dispatch(const Problem& p, int rank, const DispatchResult& res
   const auto total = static_cast<int64_t>(placed.origins.size());
   const int64_t num_rows = download<int64_t>(result.num_rows.data, 1, stream)[0];
   const int64_t dropped = download<int64_t>(result.num_dropped.data, 1, stream)[0];
-  if (p.shape.layout != Layout::expert_major && num_rows != total) return "num_rows is " + std::to_string(num_rows) + ", expected " + std::to_string(total);
+  if (p.shape.layout != Layout::expert_major && num_rows != total)
+    return "num_rows is " + std::to_string(num_rows) + ", expected " + std::to_string(total);
   if (dropped != 0) return std::to_string(dropped) + " rows were dropped";
   const int64_t hidden = p.shape.hidden, step = std::max<int64_t>(1, total / kSamples);
   const bool fp8 = p.shape.fp8_rows || p.shape.quantize != Quantize::none;
@@ -83,7 +85,8 @@ std::string check_dispatch(const Problem& p, int rank, const DispatchResult& res
     const auto* at = static_cast<const std::byte*>(result.x.data) + placed.rows[static_cast<size_t>(i)] * stride;
     std::vector<float> x(static_cast<size_t>(hidden));
     for (int64_t c = 0; c < hidden; ++c) {
-      x[static_cast<size_t>(c)] = core::bf16_to_float(core::float_to_bf16(hash_value(p.seed + static_cast<uint64_t>(o.source), static_cast<uint64_t>(o.token), static_cast<uint64_t>(c))));
+      x[static_cast<size_t>(c)] = core::bf16_to_float(
+          core::float_to_bf16(hash_value(p.seed + static_cast<uint64_t>(o.source), static_cast<uint64_t>(o.token), static_cast<uint64_t>(c))));
     }
     const std::string where = "row " + std::to_string(i) + " (rank " + std::to_string(o.source) + ", token " + std::to_string(o.token) + ")";
     if (!fp8) {
@@ -98,7 +101,8 @@ std::string check_dispatch(const Problem& p, int rank, const DispatchResult& res
       uint8_t q[128];
       float scale = 0;
       core::quantize_block(x.data() + b, std::min<int64_t>(128, hidden - b), q, &scale, nullptr);
-      if (std::memcmp(q, got.data() + b, static_cast<size_t>(std::min<int64_t>(128, hidden - b))) != 0) return where + " differs in block " + std::to_string(b / 128);
+      if (std::memcmp(q, got.data() + b, static_cast<size_t>(std::min<int64_t>(128, hidden - b))) != 0)
+        return where + " differs in block " + std::to_string(b / 128);
     }
   }
   return "";
@@ -110,7 +114,8 @@ std::string check_combine(const Problem& p, int rank, const CombineResult& resul
   for (int r = 0; r < p.num_ranks; ++r) placed.push_back(place(p, r, capacity));
   const int64_t hidden = p.shape.hidden, step = std::max<int64_t>(1, p.shape.tokens / 41);
   for (int64_t t = 0; t < p.shape.tokens; t += step) {
-    const auto got = download<uint16_t>(static_cast<const std::byte*>(result.x.data) + t * result.x.strides[0] * 2, static_cast<size_t>(hidden), stream);
+    const auto got =
+        download<uint16_t>(static_cast<const std::byte*>(result.x.data) + t * result.x.strides[0] * 2, static_cast<size_t>(hidden), stream);
     std::vector<float> total(static_cast<size_t>(hidden), 0.0f);
     bool started = false;
     for (int r = 0; r < p.num_ranks; ++r) {
@@ -120,7 +125,8 @@ std::string check_combine(const Problem& p, int rank, const CombineResult& resul
       for (size_t i = 0; i < at.origins.size(); ++i) {
         if (at.origins[i].source != rank || at.origins[i].token != t) continue;
         for (int64_t c = 0; c < hidden; ++c) {
-          const float y = core::bf16_to_float(core::float_to_bf16(hash_value(p.seed + 1000 + static_cast<uint64_t>(r), static_cast<uint64_t>(at.rows[i]), static_cast<uint64_t>(c))));
+          const float y = core::bf16_to_float(
+              core::float_to_bf16(hash_value(p.seed + 1000 + static_cast<uint64_t>(r), static_cast<uint64_t>(at.rows[i]), static_cast<uint64_t>(c))));
           float& sum = part[static_cast<size_t>(c)];
           sum = any ? sum + y : y;
         }
@@ -135,7 +141,8 @@ std::string check_combine(const Problem& p, int rank, const CombineResult& resul
       started = true;
     }
     for (int64_t c = 0; c < hidden; ++c) {
-      if (got[static_cast<size_t>(c)] != core::float_to_bf16(total[static_cast<size_t>(c)])) return "token " + std::to_string(t) + " differs at " + std::to_string(c);
+      if (got[static_cast<size_t>(c)] != core::float_to_bf16(total[static_cast<size_t>(c)]))
+        return "token " + std::to_string(t) + " differs at " + std::to_string(c);
     }
   }
   return "";

@@ -1,12 +1,11 @@
 // Times of dispatch and combine between GPUs: whole calls by CUDA events, the slower rank of each call, inputs rotated over four sets,
 // and the limit of the link measured in the same run.
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <functional>
 #include <memory>
-
-#include <CLI/CLI.hpp>
 
 #include "core/dtype.h"
 #include "core/scale.h"
@@ -166,7 +165,8 @@ class Runner {
     if (!shape.combine) {
       first.release();
       const auto call = [&](int i) { buffer.dispatch(sets[static_cast<size_t>(i % kSets)]); };
-      us = shape.graph_calls ? time_graph(comm_, stream_, shape.graph_calls, 40, call) : time_calls(comm_, stream_, options_.warm, options_.calls, call);
+      us = shape.graph_calls ? time_graph(comm_, stream_, shape.graph_calls, 40, call)
+                             : time_calls(comm_, stream_, options_.warm, options_.calls, call);
     } else {
       const int64_t rows = shape.layout == Layout::expert_slab ? first.x.shape[0] * first.x.shape[1] : first.x.shape[0];
       std::vector<DeviceArray> y;
@@ -185,7 +185,8 @@ class Runner {
       const CombineResult sum = buffer.combine(backs[0]);
       if (options_.check && problem.empty()) problem = check_combine(p, rank_, sum, stream_);
       const auto call = [&](int i) { buffer.combine(backs[static_cast<size_t>(i % kSets)]); };
-      us = shape.graph_calls ? time_graph(comm_, stream_, shape.graph_calls, 40, call) : time_calls(comm_, stream_, options_.warm, options_.calls, call);
+      us = shape.graph_calls ? time_graph(comm_, stream_, shape.graph_calls, 40, call)
+                             : time_calls(comm_, stream_, options_.warm, options_.calls, call);
       cuda_ok(cudaStreamSynchronize(stream_), "combine");
     }
     buffer.synchronize();

@@ -109,6 +109,8 @@ int64_t capacity_of(const Problem& p) {
   return most;
 }
 
-std::vector<uint16_t> y_rows(const Problem& p, int rank, int64_t rows) { return bf16_rows(p.seed + 1000 + static_cast<uint64_t>(rank), rows, p.shape.hidden); }
+std::vector<uint16_t> y_rows(const Problem& p, int rank, int64_t rows) {
+  return bf16_rows(p.seed + 1000 + static_cast<uint64_t>(rank), rows, p.shape.hidden);
+}
 
 }  // namespace turnout::bench

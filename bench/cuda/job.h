@@ -54,7 +54,7 @@ struct Problem {
   Shape shape;
   int num_ranks = 1;
   uint64_t seed = 1;
-  std::vector<std::vector<int64_t>> ids;      ///< [rank][T * K]
+  std::vector<std::vector<int64_t>> ids;  ///< [rank][T * K]
   std::vector<std::vector<float>> weights;
 };
 Problem make_problem(const Shape& shape, int num_ranks, uint64_t seed);

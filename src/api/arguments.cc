@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <string>
 
 #include "core/math.h"
@@ -14,6 +15,14 @@ namespace {
 
 std::string str(int64_t n) { return std::to_string(n); }
 [[noreturn]] void refuse(const std::string& text) { throw InvalidArgument(text); }
+
+constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+
+/// Bytes of `n` elements, or the largest number: a width that wraps around must not look small.
+int64_t bytes_of(int64_t n, DType dtype) {
+  const auto size = static_cast<int64_t>(size_of(dtype));
+  return n > kMost / size ? kMost : n * size;
+}
 
 void check_aligned(const std::string& what, const TensorView& t) {
   if (reinterpret_cast<uintptr_t>(t.data) % size_of(t.dtype) != 0) {
@@ -94,10 +103,10 @@ void check_ids(const TensorView& ids, int num_experts) {
 void check_row_width(const std::string& what, const TensorView& t, const BufferConfig& config) {
   const int64_t hidden = t.shape[static_cast<size_t>(t.ndim - 1)];
   if (hidden < 1) refuse(what + " is " + t.to_string() + ": rows must have at least one element");
-  if (static_cast<size_t>(hidden) > row_bytes(config) / size_of(t.dtype)) {
-    refuse(what + " is " + t.to_string() + ": rows of " + str(hidden) + " x " + str(static_cast<int64_t>(size_of(t.dtype))) +
-           " bytes, but this Buffer was made for at most " + str(static_cast<int64_t>(row_bytes(config))) + " (hidden " + str(config.hidden) +
-           " of " + std::string(name(config.dtype)) + ")");
+  const int64_t bytes = bytes_of(hidden, t.dtype), most = static_cast<int64_t>(row_bytes(config));
+  if (bytes > most) {
+    refuse(what + " is " + t.to_string() + ": rows of " + str(bytes) + " bytes, but this Buffer was made for at most " + str(most) + " (hidden " +
+           str(config.hidden) + " of " + std::string(name(config.dtype)) + ")");
   }
 }
 
@@ -188,19 +197,18 @@ void check_dispatch(const engine::Context& context, const DispatchArgs& args) {
     refuse("dispatch: x is " + args.x.to_string() + ", but quantize takes bf16, fp16 or fp32");
   }
   if (args.side.size() > engine::kMaxSideArrays) refuse("dispatch: " + str(static_cast<int64_t>(args.side.size())) + " side arrays, at most 16");
-  size_t side_bytes = 0;
+  int64_t side_bytes = 0;
   for (size_t s = 0; s < args.side.size(); ++s) {
     const std::string what = "dispatch: side[" + str(static_cast<int64_t>(s)) + "]";
     check_matrix(what, args.side[s]);
     check_alive(context, what, args.side[s]);
     if (args.side[s].shape[0] != tokens) refuse(what + " has " + str(args.side[s].shape[0]) + " rows but x has " + str(tokens));
-    const size_t width = size_of(args.side[s].dtype);
-    if (static_cast<size_t>(args.side[s].shape[1]) > (config.max_side_bytes - side_bytes) / width) {
-      refuse(what + " is " + args.side[s].to_string() + ": " + str(args.side[s].shape[1]) + " x " + str(static_cast<int64_t>(width)) +
-             " bytes per row after " + str(static_cast<int64_t>(side_bytes)) + " of the arrays before it, but this Buffer was made for at most " +
-             str(static_cast<int64_t>(config.max_side_bytes)) + " (max_side_bytes)");
+    const int64_t bytes = bytes_of(args.side[s].shape[1], args.side[s].dtype);
+    side_bytes = bytes > kMost - side_bytes ? kMost : side_bytes + bytes;
+    if (side_bytes > static_cast<int64_t>(config.max_side_bytes)) {
+      refuse("dispatch: side arrays have " + str(side_bytes) + " bytes per row up to side[" + str(static_cast<int64_t>(s)) +
+             "], but this Buffer was made for at most " + str(static_cast<int64_t>(config.max_side_bytes)) + " (max_side_bytes)");
     }
-    side_bytes += static_cast<size_t>(args.side[s].shape[1]) * width;
   }
   check_alive(context, "dispatch: out", args.out);
   if (args.out.defined()) {
@@ -226,13 +234,13 @@ void check_combine(const engine::Context& context, const CombineArgs& args) {
   check_matrix("combine: y", args.y, slab && args.y.ndim == 3 ? 3 : 2);
   if (!is_summable(args.y.dtype)) refuse("combine: y is " + args.y.to_string() + ", but must be fp16, bf16, fp32 or fp64");
   check_row_width("combine: y", args.y, config);
-  const int64_t have = args.y.ndim == 3 ? args.y.shape[0] * args.y.shape[1] : args.y.shape[0];
   const int64_t need = slab ? r.result_rows() : r.num_rows;
   if (slab && args.y.ndim == 3) {
     if (args.y.shape[0] != r.num_local_experts() || args.y.shape[1] != r.capacity) {
       refuse("combine: y is " + args.y.to_string() + ", but must be [" + str(r.num_local_experts()) + ", " + str(r.capacity) + ", hidden]");
     }
   }
+  const int64_t have = args.y.ndim == 3 ? args.y.shape[0] * args.y.shape[1] : args.y.shape[0];
   if (have < need) refuse("combine: y has " + str(have) + " rows, but the handle's dispatch delivered " + str(need));
   if (need > 0) check_alive(context, "combine: y", args.y);
   check_alive(context, "combine: out", args.out);

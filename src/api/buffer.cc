@@ -54,7 +54,7 @@ int Buffer::num_local_experts() const {
   return context.experts->num_local(context.rank);
 }
 uint64_t Buffer::num_fresh_results() const { return impl_->context()->fresh_results.load(std::memory_order_relaxed); }
-size_t Buffer::num_bytes() const { return impl_->device() ? impl_->device()->num_bytes() : impl_->context()->layout.num_bytes; }
+size_t Buffer::num_bytes() const { return impl_->device() ? impl_->device()->num_bytes() : api::arena_bytes(impl_->context()->layout); }
 
 }  // namespace v0
 }  // namespace turnout

@@ -109,7 +109,9 @@ void BufferImpl::require_open(const char* call) const {
 template <class Args>
 void BufferImpl::refuse(const Args& args, Lane& lane) {
   const std::exception_ptr why = std::current_exception();
-  auto call = std::make_shared<engine::RefusedCall>(context_, lane.index(), lane.take_epoch(), lane.first_epoch(), api::facts_of(*context_, args));
+  const uint64_t epoch = lane.take_epoch();
+  auto call = std::make_shared<engine::RefusedCall>(context_, lane.index(), epoch, lane.first_epoch(), api::facts_of(*context_, args),
+                                                    lane.closing_call(epoch - static_cast<uint64_t>(context_->layout.depth)));
   lane.add(call);
   lane.drive(*call, Lane::Until::sent);
   lane.remove(call.get());
@@ -271,18 +273,15 @@ void BufferImpl::recover() {
 }
 
 void BufferImpl::close() {
-  if (!context_->closed.exchange(true)) {
-    for (auto& l : lanes_) {
-      std::lock_guard lock(l->mutex);
-      l->abandon();
-    }
-    context_->announce_close();
+  if (context_->closed.exchange(true)) return;
+  for (auto& l : lanes_) {
+    std::lock_guard lock(l->mutex);
+    l->abandon();
   }
+  context_->announce_close();
 }
 
-BufferImpl::~BufferImpl() {
-  if (context_ && !context_->closed.load(std::memory_order_acquire)) context_->announce_close();
-}
+BufferImpl::~BufferImpl() { close(); }
 
 }  // namespace internal
 }  // namespace v0

@@ -62,7 +62,8 @@ void BufferImpl::open_device(const BufferConfig& config, Allocator* allocator) {
   const engine::cuda::Arena arena = engine::cuda::Arena::of(engine::cuda::arena_shape(config, num_ranks));
   auto window = transport::open_device_window(*communicator_->bootstrap, *communicator_->transport, "auto", config.device.index, arena.num_bytes);
   const auto make = reinterpret_cast<engine::MakeDeviceEngine>(transport::cuda_table()->make_engine);
-  device_ = make({*communicator_->bootstrap, std::move(window), communicator_->transport, communicator_->topology, config, config.device.index, allocator});
+  device_ =
+      make({*communicator_->bootstrap, std::move(window), communicator_->transport, communicator_->topology, config, config.device.index, allocator});
   device_calls_.assign(static_cast<size_t>(config.num_lanes), 0);
 }
 

@@ -61,8 +61,8 @@ struct BufferLayout {
   constexpr size_t header_at(int lane, int copy, int source) const { return headers + index(lane, copy, source) * header_bytes; }
   constexpr size_t ring_at(int lane, int copy, int source) const { return rings + index(lane, copy, source) * ring_bytes; }
 
-  // Signals: one per rank for the abort and one for close(), then five per (lane, copy, source).
-  enum Signal : int { kHeader, kRows, kProduced, kSpace, kVerdict, kNumSignals };
+  // Signals: one per rank for the abort and one for close(), then six per (lane, copy, source).
+  enum Signal : int { kHeader, kRows, kProduced, kSpace, kVerdict, kStopped, kNumSignals };
   constexpr int abort_signal(int source) const { return source; }
   constexpr int closed_signal(int source) const { return num_ranks + source; }
   constexpr int signal(int lane, int copy, int source, Signal which) const {

@@ -236,7 +236,8 @@ inline void expect_matches_reference(uint64_t seed, const RandomLimits& limits, 
           if (in_lease) {
             for (int64_t i = 0; i < back.y.shape[0]; ++i)
               place->write(static_cast<std::byte*>(result.x.data) + static_cast<size_t>(i) * stride, back.y.row(i), y_bytes);
-            back.y = TensorView::matrix(result.x.data, p.dtype, back.y.shape[0], p.hidden, static_cast<int64_t>(stride / size_of(p.dtype)), place->device());
+            back.y = TensorView::matrix(result.x.data, p.dtype, back.y.shape[0], p.hidden, static_cast<int64_t>(stride / size_of(p.dtype)),
+                                        place->device());
           } else {
             back.y = place->put(back.y);
           }

@@ -35,6 +35,7 @@ Call::Call(std::shared_ptr<Context> context, int lane, uint64_t epoch, uint64_t 
   max_local_ = static_cast<int>((context_->layout.header_bytes - sizeof(Header)) / sizeof(int32_t) - ranks);
   header_sent_.assign(ranks, 0);
   header_seen_.assign(ranks, 0);
+  closed_.assign(ranks, 0);
   headers_.resize(ranks);
   my_rows_.assign(ranks, 0);
   rows_.assign(ranks * ranks, 0);
@@ -160,6 +161,31 @@ void Call::consume_all() {
   for (int source = 0; source < context_->num_ranks; ++source) {
     if (source != context_->rank) raise(source, BufferLayout::kSpace, progress_value(epoch_, kAllConsumed));
   }
+}
+
+void Call::leave() {
+  if (failed_together_) stop();
+  else consume_all();
+}
+
+void Call::stop() {
+  stopped_ = true;
+  for (int peer = 0; peer < context_->num_ranks; ++peer) {
+    if (peer != context_->rank) raise(peer, BufferLayout::kStopped, epoch_);
+  }
+}
+
+bool Call::close(bool leaving) {
+  bool moved = false;
+  for (int peer = 0; peer < context_->num_ranks; ++peer) {
+    const auto at = static_cast<size_t>(peer);
+    if (peer == context_->rank || closed_[at] || (!leaving && read(peer, BufferLayout::kStopped) < epoch_)) continue;
+    raise(peer, BufferLayout::kSpace, progress_value(epoch_, kAllConsumed));
+    closed_[at] = 1;
+    ++num_closed_;
+    moved = true;
+  }
+  return moved;
 }
 
 }  // namespace turnout::engine

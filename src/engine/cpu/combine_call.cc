@@ -192,7 +192,7 @@ void CombineCall::give_up() noexcept {
   // A missed check must not pass for data.
   for (int64_t token = 0; token < routing_->num_tokens && out_.x; ++token) fill_failed(out_.x + token * out_.x_stride, args_.y.dtype, hidden_);
   try {
-    consume_all();
+    leave();
   } catch (...) {
     // The peers are gone; there is nobody to tell.
   }

@@ -128,7 +128,7 @@ void DispatchCall::give_up() noexcept {
     if (memory_) memory_->retire();
     memory_.reset();
     held_memory_.reset();
-    consume_all();
+    leave();
   } catch (...) {
     // The peers are gone; there is nobody to tell.
   }

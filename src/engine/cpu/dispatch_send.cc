@@ -29,7 +29,7 @@ void DispatchCall::check_room() {
 
 /// Empty if `needed` rows fit in the caller's `out`.
 std::string DispatchCall::no_room(int64_t needed) const {
-  const int64_t room = args_.out.ndim == 3 ? args_.out.shape[0] * args_.out.shape[1] : args_.out.shape[0];
+  const int64_t room = args_.out.num_elements() / args_.out.shape[static_cast<size_t>(args_.out.ndim - 1)];
   if (room >= needed) return {};
   return "dispatch: out has room for " + std::to_string(room) + " rows, but the result has " + std::to_string(needed) +
          "; nothing was delivered on any rank";

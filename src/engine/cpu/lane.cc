@@ -36,7 +36,19 @@ std::string seconds(std::chrono::steady_clock::duration d) {
 }  // namespace
 
 void Lane::remove(const Call* call) {
-  std::erase_if(calls_, [&](const auto& c) { return c.get() == call; });
+  const auto found = std::find_if(calls_.begin(), calls_.end(), [&](const auto& c) { return c.get() == call; });
+  if (found == calls_.end()) return;
+  if ((*found)->closing()) closing_.push_back(std::move(*found));
+  calls_.erase(found);
+}
+
+std::shared_ptr<const Call> Lane::closing_call(uint64_t epoch) const {
+  for (const auto& list : {std::vector<std::shared_ptr<Call>>(calls_.begin(), calls_.end()), closing_}) {
+    for (const auto& call : list) {
+      if (call->epoch() == epoch && call->closing()) return call;
+    }
+  }
+  return nullptr;
 }
 
 void Lane::restart(uint64_t epoch) {
@@ -45,6 +57,7 @@ void Lane::restart(uint64_t epoch) {
     call->give_up();
   }
   calls_.clear();
+  closing_.clear();  // the first use of a copy from here on waits for nobody
   next_epoch_ = first_epoch_ = epoch;
 }
 
@@ -64,13 +77,23 @@ void Lane::abandon() {
   for (auto& call : calls_) {
     if (!call->failure && !call->done()) call->failure = std::make_exception_ptr(InvalidArgument("the Buffer was closed before wait()"));
     call->give_up();
+    if (call->closing()) closing_.push_back(call);
+  }
+  try {
+    for (auto& call : closing_) call->close(/*leaving=*/true);
+  } catch (...) {
+    // The peers are gone; there is nobody to tell.
   }
   calls_.clear();
+  closing_.clear();
 }
 
 bool Lane::progress_all() {
   bool moved = false;
+  for (auto& call : closing_) moved |= call->close();
+  std::erase_if(closing_, [](const auto& call) { return !call->closing(); });
   for (auto& call : calls_) {
+    if (call->closing()) moved |= call->close();
     if (call->failure || call->done()) continue;
     try {
       moved |= call->progress();

@@ -32,7 +32,10 @@ class Lane {
 
   /// Puts the call among the outstanding ones.
   void add(std::shared_ptr<Call> call) { calls_.push_back(std::move(call)); }
+  /// Takes the call, which is done or has failed, from among them.
   void remove(const Call* call);
+  /// The call of `epoch`, if it has failed and is closing; else null.
+  std::shared_ptr<const Call> closing_call(uint64_t epoch) const;
 
   enum class Until { sent, done };
   /// Moves all outstanding calls until `call` is sent or done. On failure the call is given up, removed, and the reason
@@ -69,6 +72,7 @@ class Lane {
   const int index_;
   uint64_t next_epoch_ = 1, first_epoch_ = 1;
   std::deque<std::shared_ptr<Call>> calls_;
+  std::vector<std::shared_ptr<Call>> closing_;  ///< removed ones whose copy may not be used again yet
   std::vector<Lane*> siblings_;
 };
 

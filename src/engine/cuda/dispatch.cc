@@ -167,9 +167,11 @@ void Engine::place_result(const turnout::DispatchArgs& args, DispatchArgs& a, st
   if (args.result != ResultKind::fresh && !args.out.defined()) lease = shared_->region.take(static_cast<size_t>(at), stream);
   if (!lease && args.result == ResultKind::lease) {
     throw InvalidArgument("dispatch: result=lease, but the receive region has no " + std::to_string(at) + " bytes free in one piece (" +
-                          std::to_string(shared_->region.largest_gap()) + " at most): release results, or make the Buffer with a larger receive_bytes");
+                          std::to_string(shared_->region.largest_gap()) +
+                          " at most): release results, or make the Buffer with a larger receive_bytes");
   }
-  *result = lease ? std::make_shared<Hold>(shared_, *lease) : std::make_shared<Hold>(shared_, shared_->results, static_cast<size_t>(std::max<int64_t>(at, 128)), stream);
+  *result = lease ? std::make_shared<Hold>(shared_, *lease)
+                  : std::make_shared<Hold>(shared_, shared_->results, static_cast<size_t>(std::max<int64_t>(at, 128)), stream);
   std::byte* base = (*result)->data();
   a.out_x = base + x_at;
   a.out_scales = base + scales_at;
@@ -243,7 +245,8 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
       rows = a.layout == Layout::expert_slab ? most : a.layout == Layout::rank_major ? a.capacity : std::min(a.capacity, most);
       a.result_rows = a.layout == Layout::expert_slab ? a.capacity * a.num_local : a.capacity;
     } else {
-      if (capture_of(stream)) throw InvalidArgument("dispatch: size is exact, so the host must wait for counts, but the stream is being captured; give a capacity");
+      if (capture_of(stream))
+        throw InvalidArgument("dispatch: size is exact, so the host must wait for counts, but the stream is being captured; give a capacity");
       a.counts_for_host = counts_->device();
       check(launch_plan(a, num_ranks_, config_.num_experts, plan_blocks, stream), "plan kernel");
       planned = true;
