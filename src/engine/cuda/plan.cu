@@ -1,6 +1,8 @@
 // First kernel of a dispatch in throughput mode. Tokens are counted in chunks, which blocks take by ticket; a chunk's prefix is
 // the sum of the chunks before it, whose blocks have started. The block of the last chunk knows the totals: it exchanges
 // headers with all ranks. Then every block sends ids, weights and positions of its chunks to where the rows will go.
+#include <algorithm>
+
 #include "engine/cuda/device/header.cuh"
 #include "engine/cuda/device/rows.cuh"
 #include "engine/cuda/kernels.h"
@@ -372,13 +374,13 @@ int plan_groups(int num_ranks, int num_experts) {
 cudaError_t launch_plan(const DispatchArgs& a, int num_ranks, int num_experts, int blocks, cudaStream_t stream) {
   const int groups = plan_groups(num_ranks, num_experts);
   const size_t bytes = static_cast<size_t>((num_ranks + num_experts) * (groups + 1) + 2 * kPairs) * 4;
-  const int chunks = num_chunks(a.num_tokens);
-  plan_kernel < <<blocks<chunks ? blocks : chunks, kThreads, bytes, stream>>>(a, groups);
+  const int chunks = num_chunks(a.num_tokens), grid = std::min(blocks, chunks);
+  plan_kernel<<<grid, kThreads, bytes, stream>>>(a, groups);
   return cudaGetLastError();
 }
 cudaError_t launch_meta(const DispatchArgs& a, int blocks, cudaStream_t stream) {
-  const int chunks = num_chunks(a.num_tokens);
-  meta_kernel < <<blocks<chunks ? blocks : chunks, kThreads, 0, stream>>>(a);
+  const int chunks = num_chunks(a.num_tokens), grid = std::min(blocks, chunks);
+  meta_kernel<<<grid, kThreads, 0, stream>>>(a);
   return cudaGetLastError();
 }
 cudaError_t launch_hello(const Common& c, size_t block, int64_t block_rows, int channels, bool refused, cudaStream_t stream) {
