@@ -68,6 +68,7 @@ class CombineCall final : public Call {
   bool send();
   bool send_to(int source);
   void write_record(int source, int64_t i, std::byte* record) const;
+  int32_t send_partial(int64_t row, std::byte* record) const;
   int32_t partial_sum(int64_t row, void* out, float* out_scales) const;
   const std::byte* y_row(int64_t position) const;
   float weight_at(int64_t position) const;
@@ -80,6 +81,7 @@ class CombineCall final : public Call {
   bool gather_rows(int64_t token, TokenTerms& terms);
   int32_t gather_own(int64_t ordinal, int64_t token, TokenTerms& terms);
   void merge_side(int64_t token, int rank, const float* side);
+  void prefetch(const TokenTerms& terms) const;
   void add(const TokenTerms& terms) const;
 
   CombineArgs args_;

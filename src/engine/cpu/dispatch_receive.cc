@@ -207,6 +207,7 @@ bool DispatchCall::receive_from(int source, int64_t available) {
           Row row{nullptr, nullptr, record, own ? token_of(i) : 0, base + i};
           row.x = own ? token_row(row.token, quantised, row.scales) : record + format_.x_at;
           if (!own && format_.scale_bytes) row.scales = record + format_.scales_at;
+          if (!own) prefetch_row(row.x, format_.x_bytes);
           lay_out(row);
         }
       }

@@ -172,7 +172,8 @@ void DispatchCall::write_record(int peer, int64_t i, int64_t token) {
   }
   const std::byte* scales = nullptr;
   const std::byte* x = token_row(token, quantised, scales);
-  context_->kernels.copy_row(record + format_.x_at, x, format_.x_bytes);
+  // Past the caches: the lines are in those of their reader, and to own each of them first costs ten times the copy.
+  context_->kernels.copy_row_streaming(record + format_.x_at, x, format_.x_bytes);
   if (scales) std::memcpy(record + format_.scales_at, scales, format_.scale_bytes);
   for (size_t s = 0; s < args_.side.size(); ++s) core::copy_bytes(record + format_.side_at[s], args_.side[s].row(token), format_.side_bytes[s]);
   if (!there) context_->window->put(peer, offset, record, format_.record_bytes);
