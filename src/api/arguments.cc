@@ -12,9 +12,16 @@ namespace turnout::api {
 namespace {
 
 std::string str(int64_t n) { return std::to_string(n); }
+/// What an argument is called in a message. No string is made of it unless there is one.
+struct Name {
+  Name(const char* name) : text(name) {}
+  Name(const std::string& name) : text(name.c_str()) {}
+  const char* text;
+  friend std::string operator+(const Name& name, const std::string& rest) { return name.text + rest; }
+};
 [[noreturn]] void refuse(const std::string& text) { throw InvalidArgument(text); }
 
-void check_aligned(const std::string& what, const TensorView& t) {
+void check_aligned(const Name& what, const TensorView& t) {
   if (reinterpret_cast<uintptr_t>(t.data) % size_of(t.dtype) != 0) {
     refuse(what + " is not aligned: its address is no multiple of " + str(static_cast<int64_t>(size_of(t.dtype))) + " bytes (" +
            std::string(name(t.dtype)) + ")");
@@ -22,7 +29,7 @@ void check_aligned(const std::string& what, const TensorView& t) {
 }
 
 /// A matrix of rows: two dimensions, last stride 1, data unless there are no rows, aligned to its elements, on the CPU.
-void check_matrix(const std::string& what, const TensorView& t, int ndim = 2) {
+void check_matrix(const Name& what, const TensorView& t, int ndim = 2) {
   if (!t.defined()) refuse(what + " is missing");
   if (t.ndim != ndim) refuse(what + " is " + t.to_string() + ", but must have " + str(ndim) + " dimensions");
   if (t.device.kind != DeviceKind::cpu) refuse(what + " is on " + std::string(name(t.device.kind)) + ", but this Buffer is on the CPU");
@@ -39,11 +46,11 @@ void check_matrix(const std::string& what, const TensorView& t, int ndim = 2) {
   check_aligned(what, t);
 }
 
-void check_dense(const std::string& what, const TensorView& t) {
+void check_dense(const Name& what, const TensorView& t) {
   if (!t.is_dense() && t.num_elements() > 0) refuse(what + " is " + t.to_string() + ", but must be dense");
 }
 
-void check_shape(const std::string& what, const TensorView& t, std::initializer_list<int64_t> shape) {
+void check_shape(const Name& what, const TensorView& t, std::initializer_list<int64_t> shape) {
   size_t d = 0;
   bool same = t.ndim == static_cast<int>(shape.size());
   for (int64_t extent : shape) same = same && t.shape[d++] == extent;
@@ -54,7 +61,7 @@ void check_shape(const std::string& what, const TensorView& t, std::initializer_
 }
 
 /// Rows of an output must not overlap.
-void check_output(const std::string& what, const TensorView& t, DType dtype, int64_t cols) {
+void check_output(const Name& what, const TensorView& t, DType dtype, int64_t cols) {
   check_matrix(what, t, t.ndim == 3 ? 3 : 2);
   if (t.dtype != dtype) refuse(what + " is " + t.to_string() + ", but the result is " + std::string(name(dtype)));
   const auto last = static_cast<size_t>(t.ndim - 1);
@@ -72,7 +79,7 @@ void check_ids(const TensorView& ids, int num_experts) {
   }
 }
 
-void check_row_width(const std::string& what, const TensorView& t, const BufferConfig& config) {
+void check_row_width(const Name& what, const TensorView& t, const BufferConfig& config) {
   const int64_t hidden = t.shape[static_cast<size_t>(t.ndim - 1)];
   if (hidden < 1) refuse(what + " is " + t.to_string() + ": rows must have at least one element");
   const size_t bytes = static_cast<size_t>(hidden) * size_of(t.dtype);
@@ -82,12 +89,12 @@ void check_row_width(const std::string& what, const TensorView& t, const BufferC
   }
 }
 
-void check_lane(const std::string& call, const BufferConfig& config, int lane, OnFailure on_failure) {
+void check_lane(const Name& call, const BufferConfig& config, int lane, OnFailure on_failure) {
   if (lane < 0 || lane >= config.num_lanes) refuse(call + ": lane is " + str(lane) + ", but this Buffer has lanes 0 to " + str(config.num_lanes - 1));
   if (on_failure == OnFailure::mask) refuse(call + ": on_failure=mask is not in this version; use raise");
 }
 
-const internal::Routing& check_handle(const std::string& call, const engine::Context& context, const Handle* handle) {
+const internal::Routing& check_handle(const Name& call, const engine::Context& context, const Handle* handle) {
   if (!handle || !*handle) refuse(call + ": handle is empty; give the handle of a dispatch of this Buffer");
   if (handle->routing()->buffer != context.serial) refuse(call + ": handle was made by another Buffer (or one that is closed)");
   return *handle->routing();

@@ -6,9 +6,11 @@
 
 #include "api/arguments.h"
 #include "api/layout.h"
+#include "engine/cpu/block_cache.h"
 #include "engine/cpu/page_pool.h"
 #include "engine/cpu/refused_call.h"
 #include "engine/cpu/send_list.h"
+#include "transport/idler.h"
 #include "util/env.h"
 
 namespace turnout {
@@ -154,7 +156,7 @@ std::shared_ptr<PendingImpl> BufferImpl::start(const DispatchArgs& args) {
     fresh->alignment = args.layout == Layout::expert_major ? args.expert_alignment : 1;
   }
   auto pending = std::make_shared<PendingImpl>(shared_from_this(), args.lane);
-  pending->dispatch = std::make_shared<engine::DispatchCall>(context_, args.lane, epoch, lane.first_epoch(), facts, args, fresh, cached);
+  pending->dispatch = std::allocate_shared<engine::DispatchCall>(engine::CachedAllocator<engine::DispatchCall>(), context_, args.lane, epoch, lane.first_epoch(), facts, args, fresh, cached);
   lane.add(pending->dispatch);
   pending->waited = true;  // a send that fails leaves nothing to drop, and the lane is locked here
   lane.drive(*pending->dispatch, Lane::Until::sent);
@@ -175,7 +177,7 @@ std::shared_ptr<PendingImpl> BufferImpl::start(const CombineArgs& args) {
     refuse(args, lane, why);
   }
   auto pending = std::make_shared<PendingImpl>(shared_from_this(), args.lane);
-  pending->combine = std::make_shared<engine::CombineCall>(context_, args.lane, lane.take_epoch(), lane.first_epoch(), api::facts_of(*context_, args),
+  pending->combine = std::allocate_shared<engine::CombineCall>(engine::CachedAllocator<engine::CombineCall>(), context_, args.lane, lane.take_epoch(), lane.first_epoch(), api::facts_of(*context_, args),
                                                            args, args.handle->routing());
   lane.add(pending->combine);
   pending->waited = true;  // as above
@@ -188,16 +190,21 @@ void BufferImpl::receive_meanwhile(const std::shared_ptr<PendingImpl>& pending) 
   PendingImpl* p = pending.get();  // stop_resident() joins before the pending call dies
   p->resident = std::thread([this, p] {
     transport::Window& window = *context_->window;
+    transport::Idler idler(window, context_->transport->spin());
     while (!p->stop.load(std::memory_order_acquire) && context_->status.load(std::memory_order_acquire) == 0) {
-      const uint32_t ticket = window.ticket();
       {
         Lane& l = lane(p->lane);
         std::lock_guard lock(l.mutex);
         if (p->dispatch->done() || p->dispatch->failure) return;
-        if (l.progress_all()) continue;
+        if (l.progress_all()) {
+          idler.reset();
+          continue;
+        }
         window.progress();
       }
-      window.idle(ticket, context_->transport->spin());
+      while (!idler.step()) {
+        // Leaves the lane to others in between.
+      }
     }
   });
 }

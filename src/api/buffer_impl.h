@@ -21,7 +21,7 @@ class Memory {
   std::shared_ptr<engine::ResultMemory> rows;
   std::shared_ptr<const Routing> routing;
   int64_t num_rows = 0, num_dropped = 0;
-  std::vector<int64_t> arrived;
+  engine::PerRank<int64_t> arrived;
   std::vector<float> side;
   std::vector<int32_t> num_lost;
 };

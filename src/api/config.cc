@@ -71,7 +71,7 @@ size_t default_receive_bytes(const BufferConfig& config, int num_ranks) {
   engine::RowFormat format;
   format.x_bytes = static_cast<size_t>(config.hidden) * size_of(config.dtype);
   format.scale_bytes = (static_cast<size_t>(config.hidden) + 127) / 128 * 4;
-  if (config.max_side_bytes > 0) format.side_bytes = {config.max_side_bytes};
+  if (config.max_side_bytes > 0) format.side_bytes.push_back(config.max_side_bytes);
   format.idx_bytes = format.weight_bytes = static_cast<size_t>(config.max_topk) * 4;
   format.derive();
   const int64_t most = config.max_tokens_per_rank * num_ranks;

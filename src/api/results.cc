@@ -65,7 +65,7 @@ DispatchResult BufferImpl::finish_dispatch(PendingImpl& pending) {
   memory->routing = outcome.routing;
   memory->num_rows = r.num_rows;
   memory->num_dropped = r.num_dropped;
-  memory->arrived.assign(call->arrived(), call->arrived() + context_->num_ranks);
+  memory->arrived.append(call->arrived(), static_cast<size_t>(context_->num_ranks));
 
   DispatchResult result;
   const Shape shape{r};

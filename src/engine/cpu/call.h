@@ -16,6 +16,7 @@
 
 #include "engine/cpu/context.h"
 #include "engine/cpu/header.h"
+#include "engine/cpu/inline_vector.h"
 
 namespace turnout::engine {
 
@@ -98,20 +99,24 @@ class Call {
 
   // Filled by the derived call before the first exchange_headers().
   Header mine_{};
-  std::vector<int32_t> my_rows_;                      ///< [R]
-  std::vector<int64_t> my_pull_first_;                ///< [R] Header::pull_first for each addressee, or empty
+  PerRank<int32_t> my_rows_;                          ///< [R]
+  PerRank<int64_t> my_pull_first_;                    ///< [R] Header::pull_first for each addressee, or empty
   std::vector<std::vector<int32_t>> my_expert_rows_;  ///< [R][local experts of that rank], or empty
 
  private:
+  size_t facts_of(int source) const {
+    return context_->layout.header_at(lane_, copy_, source) + facts_at(context_->layout.header_bytes);
+  }
   void send_header(int peer);
   void take_header(int source);
 
   const bool first_use_;  ///< no earlier call used this copy since the last recover()
   int max_local_ = 0;
   int num_headers_sent_ = 0, num_headers_seen_ = 0;
-  std::vector<char> header_sent_, header_seen_;
-  std::vector<Header> headers_;
-  std::vector<int32_t> rows_, expert_rows_;
+  PerRank<char> header_sent_, header_seen_;
+  InlineVector<Header, 4> headers_;
+  PerPair<int32_t> rows_;
+  std::vector<int32_t> expert_rows_;
 };
 
 }  // namespace turnout::engine

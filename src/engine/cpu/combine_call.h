@@ -92,15 +92,14 @@ class CombineCall final : public Call {
   int64_t hidden_ = 0;
 
   // Send side.
-  std::vector<std::vector<Outgoing>> outgoing_;  ///< [R]
-  std::vector<int64_t> next_;                    ///< [R]
+  std::vector<std::vector<Outgoing>> outgoing_;  ///< [R], or none if rows are read in place
+  PerRank<int64_t> next_;                        ///< [R]
   int64_t sends_left_ = 0;
 
   // Reduce side.
-  std::vector<int> rank_order_;    ///< ranks by (node, rank)
-  std::vector<int64_t> ordinal_;   ///< [R] tokens of the list passed so far
-  std::vector<int64_t> taken_;     ///< [R] records read
-  std::vector<int64_t> released_;  ///< [R] records whose slots were given back
+  PerRank<int64_t> ordinal_;   ///< [R] tokens of the list passed so far
+  PerRank<int64_t> taken_;     ///< [R] records read
+  PerRank<int64_t> released_;  ///< [R] records whose slots were given back
   int64_t next_token_ = 0;
   bool pull_ = false;      ///< sources read this rank's rows in place
   bool large_ = false;     ///< the result does not fit in a cache

@@ -82,7 +82,7 @@ bool CombineCall::gather_partials(int64_t token, TokenTerms& terms) {
     const int64_t i = r.send_begin[at] + ordinal_[at];
     return i < r.send_begin[at + 1] && r.send_tokens[static_cast<size_t>(i)] == token;
   };
-  for (int rank : rank_order_) {
+  for (int rank = 0; rank < context_->num_ranks; ++rank) {
     if (rank == context_->rank || !on_rank(rank)) continue;
     if (!header_seen(rank)) return false;
     if (header(rank).pull_offset < 0 && !next_record(rank) && !stream_ended(rank)) return false;

@@ -3,7 +3,6 @@
 #pragma once
 #include <atomic>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -54,7 +53,13 @@ struct Context {
   void forget_abort();
 
   /// Splits [0, n) over the Buffer's threads.
-  void parallel_for(int64_t n, int64_t grain, const std::function<void(int64_t, int64_t)>& body);
+  template <class Body>
+  void parallel_for(int64_t n, int64_t grain, const Body& body) {
+    if (n <= 0) return;
+    if (threads.num_threads() == 1 || n <= grain) return body(0, n);
+    std::lock_guard lock(threads_mutex);
+    threads.parallel_for(n, grain, body);
+  }
 
  private:
   struct Note {

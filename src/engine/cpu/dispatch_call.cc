@@ -41,7 +41,6 @@ DispatchCall::DispatchCall(std::shared_ptr<Context> context, int lane, uint64_t 
       if (e >= 0) ++my_expert_rows_[static_cast<size_t>(r.experts->rank_of(e))][static_cast<size_t>(r.experts->local_of(e))];
     }
   }
-  mine_.num_tokens = r.num_tokens;
   make_offer();
 }
 
@@ -88,14 +87,14 @@ Waiting DispatchCall::waiting() const {
   }
   if (missing("consumed", true) || !planned_) return w;
   for (int peer = 0; peer < context_->num_ranks; ++peer) {
-    if (path(me, peer) != Path::streamed || next_[static_cast<size_t>(peer)] >= my_rows_[static_cast<size_t>(peer)]) continue;
+    if (path_to(peer) != Path::streamed || next_[static_cast<size_t>(peer)] >= my_rows_[static_cast<size_t>(peer)]) continue;
     w.peers.push_back(peer);
     w.expected = static_cast<uint64_t>(my_rows_[static_cast<size_t>(peer)]);
     w.seen = static_cast<uint64_t>(count_of(peer, BufferLayout::kSpace));
   }
   if (missing("space", true)) return w;
   for (int source = 0; source < context_->num_ranks; ++source) {
-    const auto expected = static_cast<uint64_t>(path(source, me) == Path::direct ? admitted(source, me) : rows(source, me));
+    const auto expected = static_cast<uint64_t>(path_from(source) == Path::direct ? admitted(source, me) : rows(source, me));
     const auto seen = static_cast<uint64_t>(received_[static_cast<size_t>(source)]);
     if (source == me || seen >= expected) continue;
     w.peers.push_back(source);
@@ -129,7 +128,7 @@ void DispatchCall::finish() {
     Routing& r = *fresh_;
     const auto topk = static_cast<size_t>(r.num_topk);
     for (int source = 0; source < context_->num_ranks; ++source) {
-      if (path(source, me) != Path::direct) continue;
+      if (path_from(source) != Path::direct) continue;
       const auto first = static_cast<size_t>(r.recv_begin[static_cast<size_t>(source)]);
       const auto count = static_cast<size_t>(admitted(source, me));
       core::copy_bytes(r.recv_idx.data() + first * topk, memory_->data() + block_.topk_idx + first * format_.idx_bytes, count * format_.idx_bytes);
@@ -160,10 +159,14 @@ void DispatchCall::finish_routing(Routing& r, int rank) {
     }
     for (size_t e = 0; e < local; ++e) r.expert_offsets[e + 1] = r.expert_offsets[e] + r.expert_counts[e];
     r.sorted_rows.resize(static_cast<size_t>(r.expert_offsets[local]));
-    std::vector<int64_t> next(r.expert_offsets.begin(), r.expert_offsets.end() - 1);
+    // While rows are listed each offset moves from the start of its group to its end, which is the start of the next.
     for (size_t i = 0; i < n * topk; ++i) {
-      if (r.recv_idx[i] >= 0) r.sorted_rows[static_cast<size_t>(next[static_cast<size_t>(r.recv_idx[i])]++)] = static_cast<int32_t>(i / topk);
+      if (r.recv_idx[i] < 0) continue;
+      int64_t& next = r.expert_offsets[static_cast<size_t>(r.recv_idx[i])];
+      r.sorted_rows[static_cast<size_t>(next++)] = static_cast<int32_t>(i / topk);
     }
+    for (size_t e = local; e > 0; --e) r.expert_offsets[e] = r.expert_offsets[e - 1];
+    r.expert_offsets[0] = 0;
     if (r.capacity >= 0) {  // arrays have the capacity's size
       r.recv_idx.resize(static_cast<size_t>(r.capacity) * topk, -1);
       if (r.has_weights) r.recv_weights.resize(static_cast<size_t>(r.capacity) * topk, 0.0f);

@@ -59,9 +59,12 @@ class DispatchCall final : public Call {
 
   const internal::Routing& routing() const { return cached_ ? *cached_ : *fresh_; }
   bool early(int peer) const;
+  Path choose_path(int source, int destination) const;
   int64_t block_rows(int rank) const;
   bool block_fits(int rank) const;
-  Path path(int source, int destination) const;
+  /// Of rows that this rank sends or receives. REQUIRES: planned.
+  Path path_to(int destination) const { return path_to_[static_cast<size_t>(destination)]; }
+  Path path_from(int source) const { return path_from_[static_cast<size_t>(source)]; }
   int64_t admitted(int source, int destination) const;
 
   // dispatch_send.cc
@@ -104,10 +107,12 @@ class DispatchCall final : public Call {
     BlockFormat block;
   };
 
+  PerRank<Path> path_to_, path_from_;  ///< [R]
+
   // Send side.
-  std::vector<Target> targets_;  ///< [R]
-  std::vector<int> direct_peers_;
-  std::vector<int64_t> next_;  ///< [R] records or rows sent so far
+  std::vector<Target> targets_;  ///< [R] if some path is direct
+  PerRank<int> direct_peers_;
+  PerRank<int64_t> next_;      ///< [R] records or rows sent so far
   int64_t next_token_ = 0;     ///< of the direct rows
   int64_t sends_left_ = 0;     ///< rows not sent yet, direct and streamed
 
@@ -115,12 +120,12 @@ class DispatchCall final : public Call {
   std::optional<BlockPool::Block> offer_;
   bool planned_ = false, finished_ = false, held_ = false, given_up_ = false;
   std::string misfit_;             ///< why the rows could not be kept
-  std::vector<int64_t> admitted_;  ///< [R, R]
-  std::vector<int64_t> total_;     ///< [R] admitted rows of each destination
-  std::vector<int64_t> received_;  ///< [R]
+  PerPair<int64_t> admitted_;      ///< [R, R]
+  PerRank<int64_t> total_;         ///< [R] admitted rows of each destination
+  PerRank<int64_t> received_;      ///< [R]
   int64_t rows_left_ = 0;
   std::vector<int64_t> expert_next_;  ///< [R, Le]: next position of a source's rows in each group
-  std::vector<int64_t> arrived_;
+  PerRank<int64_t> arrived_;
   std::shared_ptr<ResultMemory> memory_, held_memory_;
   BlockFormat block_;
   std::byte* x_ = nullptr;

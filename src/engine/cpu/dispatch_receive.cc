@@ -48,9 +48,15 @@ void DispatchCall::plan() {
   }
   make_room();
   large_ = std::max(r.send_begin.back(), r.num_recv()) * static_cast<int64_t>(format_.x_bytes) > kCacheBytes;
-  targets_.resize(ranks);
+  path_to_.assign(ranks, Path::none);
+  path_from_.assign(ranks, Path::none);
   for (int peer = 0; peer < context_->num_ranks; ++peer) {
-    if (path(me, peer) != Path::direct) continue;
+    path_to_[static_cast<size_t>(peer)] = choose_path(me, peer);
+    path_from_[static_cast<size_t>(peer)] = choose_path(peer, me);
+  }
+  for (int peer = 0; peer < context_->num_ranks; ++peer) {
+    if (path_to(peer) != Path::direct) continue;
+    if (targets_.empty()) targets_.resize(ranks);
     Target& target = targets_[static_cast<size_t>(peer)];
     target.base = static_cast<size_t>(header(peer).offer_offset);
     target.block = format_.block(block_rows(peer), format_.idx_bytes > 0);
@@ -60,7 +66,7 @@ void DispatchCall::plan() {
   }
   received_.assign(ranks, 0);
   rows_left_ = 0;
-  for (int s = 0; s < context_->num_ranks; ++s) rows_left_ += path(s, me) == Path::direct ? admitted(s, me) : rows(s, me);
+  for (int s = 0; s < context_->num_ranks; ++s) rows_left_ += path_from(s) == Path::direct ? admitted(s, me) : rows(s, me);
   planned_ = true;
 }
 
@@ -152,7 +158,7 @@ bool DispatchCall::receive() {
       if (received_[at] < expected) moved |= receive_from(source, std::min(expected, received_[at] + 32));
       continue;
     }
-    switch (path(source, me)) {
+    switch (path_from(source)) {
       case Path::none: break;
       case Path::streamed: moved |= receive_from(source, std::min(expected, count_of(source, BufferLayout::kProduced))); break;
       case Path::direct: {

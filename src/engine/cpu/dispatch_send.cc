@@ -50,7 +50,7 @@ int64_t DispatchCall::admitted(int source, int destination) const {
 }
 
 /// Both ends decide alike, from the headers that all ranks see.
-DispatchCall::Path DispatchCall::path(int source, int destination) const {
+DispatchCall::Path DispatchCall::choose_path(int source, int destination) const {
   const int64_t count = rows(source, destination);
   if (count == 0 || source == destination) return Path::none;
   const bool eager = low_latency_ && count * static_cast<int64_t>(format_.record_bytes) <= kEagerBytes;
@@ -63,7 +63,7 @@ bool DispatchCall::send() {
   for (int step = 1; step < context_->num_ranks; ++step) {
     const int peer = (context_->rank + step) % context_->num_ranks;
     if (!header_sent(peer)) continue;
-    if (planned_ ? path(context_->rank, peer) == Path::streamed : early(peer)) moved |= send_stream(peer);
+    if (planned_ ? path_to(peer) == Path::streamed : early(peer)) moved |= send_stream(peer);
   }
   if (planned_) moved |= send_direct();
   return moved;
@@ -73,7 +73,7 @@ bool DispatchCall::send() {
 bool DispatchCall::send_direct() {
   const internal::Routing& r = routing();
   if (next_token_ >= r.num_tokens) return false;
-  const std::vector<int>& peers = direct_peers_;
+  const PerRank<int>& peers = direct_peers_;
   if (peers.empty()) {
     next_token_ = r.num_tokens;
     return false;

@@ -24,6 +24,18 @@ std::array<int64_t, kNumFacts> values_of(const CallFacts& facts) {
 
 }  // namespace
 
+uint64_t fingerprint(const CallFacts& facts) {
+  // Two independent chains, so that their multiplications overlap.
+  uint64_t even = 14695981039346656037ull, odd = 1099511628211ull;
+  const auto values = values_of(facts);
+  for (size_t fact = 0; fact < kNumFacts; ++fact) {
+    uint64_t& hash = fact % 2 ? odd : even;
+    hash = (hash ^ static_cast<uint64_t>(values[fact])) * 0x9E3779B97F4A7C15ull;
+    hash ^= hash >> 29;
+  }
+  return even ^ (odd << 32 | odd >> 32);
+}
+
 std::string fact_text(size_t fact, int64_t value) {
   const auto small = static_cast<uint8_t>(value);
   switch (fact) {
