@@ -122,7 +122,7 @@ void check_outstanding(const BufferConfig& config, const Lane& lane, const char*
 
 }  // namespace
 
-std::shared_ptr<PendingImpl> BufferImpl::start(const DispatchArgs& args) {
+void BufferImpl::start(const DispatchArgs& args, PendingImpl& pending) {
   require_open("dispatch");
   if (args.lane < 0 || args.lane >= context_->config.num_lanes) api::check_dispatch(*context_, args);
   Lane& lane = this->lane(args.lane);
@@ -155,16 +155,13 @@ std::shared_ptr<PendingImpl> BufferImpl::start(const DispatchArgs& args) {
     fresh->capacity = args.capacity.value_or(-1);
     fresh->alignment = args.layout == Layout::expert_major ? args.expert_alignment : 1;
   }
-  auto pending = std::make_shared<PendingImpl>(shared_from_this(), args.lane);
-  pending->dispatch = std::allocate_shared<engine::DispatchCall>(engine::CachedAllocator<engine::DispatchCall>(), context_, args.lane, epoch, lane.first_epoch(), facts, args, fresh, cached);
-  lane.add(pending->dispatch);
-  pending->waited = true;  // a send that fails leaves nothing to drop, and the lane is locked here
-  lane.drive(*pending->dispatch, Lane::Until::sent);
-  pending->waited = false;
-  return pending;
+  pending.dispatch = std::allocate_shared<engine::DispatchCall>(engine::CachedAllocator<engine::DispatchCall>(), context_, args.lane, epoch, lane.first_epoch(), facts, args, fresh, cached);
+  lane.add(pending.dispatch);
+  lane.drive(*pending.dispatch, Lane::Until::sent);  // a send that fails leaves nothing to drop, and the lane is locked here
+  pending.waited = false;
 }
 
-std::shared_ptr<PendingImpl> BufferImpl::start(const CombineArgs& args) {
+void BufferImpl::start(const CombineArgs& args, PendingImpl& pending) {
   require_open("combine");
   if (args.lane < 0 || args.lane >= context_->config.num_lanes) api::check_combine(*context_, args);
   Lane& lane = this->lane(args.lane);
@@ -176,14 +173,11 @@ std::shared_ptr<PendingImpl> BufferImpl::start(const CombineArgs& args) {
   } catch (const InvalidArgument& why) {
     refuse(args, lane, why);
   }
-  auto pending = std::make_shared<PendingImpl>(shared_from_this(), args.lane);
-  pending->combine = std::allocate_shared<engine::CombineCall>(engine::CachedAllocator<engine::CombineCall>(), context_, args.lane, lane.take_epoch(), lane.first_epoch(), api::facts_of(*context_, args),
+  pending.combine = std::allocate_shared<engine::CombineCall>(engine::CachedAllocator<engine::CombineCall>(), context_, args.lane, lane.take_epoch(), lane.first_epoch(), api::facts_of(*context_, args),
                                                            args, args.handle->routing());
-  lane.add(pending->combine);
-  pending->waited = true;  // as above
-  lane.drive(*pending->combine, Lane::Until::sent);
-  pending->waited = false;
-  return pending;
+  lane.add(pending.combine);
+  lane.drive(*pending.combine, Lane::Until::sent);
+  pending.waited = false;
 }
 
 void BufferImpl::receive_meanwhile(const std::shared_ptr<PendingImpl>& pending) {

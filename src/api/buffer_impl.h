@@ -40,17 +40,18 @@ class PendingImpl {
   int lane;
   std::shared_ptr<engine::DispatchCall> dispatch;
   std::shared_ptr<engine::CombineCall> combine;
-  bool waited = false;
+  bool waited = true;  ///< nothing is left to drop: not issued yet, failed, or waited for
   std::atomic<bool> stop{false};
   std::thread resident;  ///< receives meanwhile, if asked
 };
 
-class BufferImpl : public std::enable_shared_from_this<BufferImpl> {
+class BufferImpl {
  public:
   BufferImpl(std::shared_ptr<CommunicatorImpl> communicator, const BufferConfig& config, Allocator* allocator);
 
-  std::shared_ptr<PendingImpl> start(const DispatchArgs& args);
-  std::shared_ptr<PendingImpl> start(const CombineArgs& args);
+  /// Issues the call; `pending` keeps it. REQUIRES: pending is new and of args.lane.
+  void start(const DispatchArgs& args, PendingImpl& pending);
+  void start(const CombineArgs& args, PendingImpl& pending);
   DispatchResult finish_dispatch(PendingImpl& pending);
   CombineResult finish_combine(PendingImpl& pending);
   /// Drives a pending call that nobody wants any more to its end.

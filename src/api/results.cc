@@ -34,6 +34,17 @@ namespace internal {
 
 namespace {
 
+/// A dense vector: results have many of them.
+TensorView vector_of(const void* data, DType dtype, int64_t n) {
+  TensorView view;
+  view.data = const_cast<void*>(data);
+  view.dtype = dtype;
+  view.ndim = 1;
+  view.shape[0] = n;
+  view.strides[0] = 1;
+  return view;
+}
+
 /// The row arrays: matrices, or slabs of [local experts, capacity, width].
 struct Shape {
   const Routing& r;
@@ -84,18 +95,18 @@ DispatchResult BufferImpl::finish_dispatch(PendingImpl& pending) {
         shape.array(at(outcome.block.side[s]), side.dtype, side.shape[1], side.shape[1] * static_cast<int64_t>(size_of(side.dtype))));
   }
   const int64_t local = r.num_local_experts();
-  result.num_rows = TensorView::dense(&memory->num_rows, DType::i64, {1});
-  result.num_dropped = TensorView::dense(&memory->num_dropped, DType::i64, {1});
-  result.arrived = TensorView::dense(memory->arrived.data(), DType::i64, {context_->num_ranks});
-  result.expert_counts = TensorView::dense(r.expert_counts.data(), DType::i32, {local});
-  result.expert_offsets = TensorView::dense(r.expert_offsets.data(), DType::i64, {local + 1});
+  result.num_rows = vector_of(&memory->num_rows, DType::i64, 1);
+  result.num_dropped = vector_of(&memory->num_dropped, DType::i64, 1);
+  result.arrived = vector_of(memory->arrived.data(), DType::i64, context_->num_ranks);
+  result.expert_counts = vector_of(r.expert_counts.data(), DType::i32, local);
+  result.expert_offsets = vector_of(r.expert_offsets.data(), DType::i64, local + 1);
   if (r.layout == Layout::rank_major) {
     result.topk_idx = TensorView::dense(r.recv_idx.data(), DType::i32, {r.result_rows(), r.num_topk});
     if (r.has_weights) result.topk_weights = TensorView::dense(r.recv_weights.data(), DType::fp32, {r.result_rows(), r.num_topk});
-    result.sorted_rows = TensorView::dense(r.sorted_rows.data(), DType::i32, {static_cast<int64_t>(r.sorted_rows.size())});
+    result.sorted_rows = vector_of(r.sorted_rows.data(), DType::i32, static_cast<int64_t>(r.sorted_rows.size()));
   } else if (r.has_weights) {
     result.topk_weights = r.layout == Layout::expert_slab ? TensorView::dense(r.row_weights.data(), DType::fp32, {local, r.capacity})
-                                                          : TensorView::dense(r.row_weights.data(), DType::fp32, {r.result_rows()});
+                                                          : vector_of(r.row_weights.data(), DType::fp32, r.result_rows());
   }
   result.is_lease = outcome.memory && outcome.memory->is_lease();
   result.handle = Handle(outcome.routing);
@@ -124,7 +135,7 @@ CombineResult BufferImpl::finish_combine(PendingImpl& pending) {
   result.x = TensorView::matrix(outcome.x, args.y.dtype, r.num_tokens, hidden, outcome.x_stride / static_cast<int64_t>(size_of(args.y.dtype)));
   if (r.num_tokens == 0) result.x = TensorView::dense(outcome.x, args.y.dtype, {0, hidden});
   if (args.side.defined()) result.side = TensorView::dense(memory->side.data(), DType::fp32, {r.num_tokens, r.num_topk});
-  result.num_lost = TensorView::dense(memory->num_lost.data(), DType::i32, {r.num_tokens});
+  result.num_lost = vector_of(memory->num_lost.data(), DType::i32, r.num_tokens);
   result.memory_ = std::move(memory);
   return result;
 }

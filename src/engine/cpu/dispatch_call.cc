@@ -165,7 +165,7 @@ void DispatchCall::finish_routing(Routing& r, int rank) {
       int64_t& next = r.expert_offsets[static_cast<size_t>(r.recv_idx[i])];
       r.sorted_rows[static_cast<size_t>(next++)] = static_cast<int32_t>(i / topk);
     }
-    for (size_t e = local; e > 0; --e) r.expert_offsets[e] = r.expert_offsets[e - 1];
+    std::memmove(r.expert_offsets.data() + 1, r.expert_offsets.data(), local * sizeof(int64_t));
     r.expert_offsets[0] = 0;
     if (r.capacity >= 0) {  // arrays have the capacity's size
       r.recv_idx.resize(static_cast<size_t>(r.capacity) * topk, -1);

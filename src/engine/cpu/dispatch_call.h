@@ -69,6 +69,8 @@ class DispatchCall final : public Call {
 
   // dispatch_send.cc
   void make_offer();
+  void send_ahead(int peer) override;
+  void fetch_ahead(int source) override;
   bool send();
   bool send_direct();
   bool send_stream(int peer);

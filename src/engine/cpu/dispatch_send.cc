@@ -10,9 +10,6 @@ namespace turnout::engine {
 using core::BufferLayout;
 
 namespace {
-/// In low_latency mode fewer bytes than this to one rank travel with the header; more are worth a look at all headers
-/// first, because they can then be put in place in one pass.
-constexpr int64_t kEagerBytes = 16 << 10;
 /// Bytes between two signals: enough to amortise the signal, few enough that the receiver starts early.
 constexpr int64_t kBytesPerSignal = 64 << 10;
 }  // namespace
@@ -29,6 +26,18 @@ void DispatchCall::make_offer() {
   if (!offer_) return;
   mine_.offer_offset = static_cast<int64_t>(offer_->offset);
   mine_.offer_bytes = static_cast<int64_t>(offer_->num_bytes);
+}
+
+/// In low_latency mode rows of at most kEagerBytes to one rank travel with the header; more are worth a look at all headers
+/// first, because they can then be put in place in one pass.
+void DispatchCall::send_ahead(int peer) {
+  const int64_t rows = my_rows_[static_cast<size_t>(peer)];
+  if (low_latency_ && rows > 0 && rows * static_cast<int64_t>(format_.record_bytes) <= kEagerBytes) send_stream(peer);
+}
+
+void DispatchCall::fetch_ahead(int source) {
+  const int64_t count = rows(source, context_->rank);
+  if (low_latency_ && count * static_cast<int64_t>(format_.record_bytes) <= kEagerBytes) prefetch_ring(source, format_.record_bytes);
 }
 
 /// Whether rows to `peer` may leave before its header is here: they go to its ring whatever the header says.
