@@ -155,7 +155,7 @@ void BufferImpl::start(const DispatchArgs& args, PendingImpl& pending) {
     fresh->capacity = args.capacity.value_or(-1);
     fresh->alignment = args.layout == Layout::expert_major ? args.expert_alignment : 1;
   }
-  pending.dispatch = std::allocate_shared<engine::DispatchCall>(engine::CachedAllocator<engine::DispatchCall>(), context_, args.lane, epoch, lane.first_epoch(), facts, args, fresh, cached);
+  pending.dispatch = std::allocate_shared<engine::DispatchCall>(engine::CachedAllocator<engine::DispatchCall>(), context_, args.lane, epoch, lane.first_epoch(), facts, args, std::move(fresh), std::move(cached));
   lane.add(pending.dispatch);
   lane.drive(*pending.dispatch, Lane::Until::sent);  // a send that fails leaves nothing to drop, and the lane is locked here
   pending.waited = false;

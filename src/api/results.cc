@@ -60,19 +60,19 @@ struct Shape {
 }  // namespace
 
 DispatchResult BufferImpl::finish_dispatch(PendingImpl& pending) {
-  const std::shared_ptr<engine::DispatchCall> call = pending.dispatch;
+  engine::DispatchCall* const call = pending.dispatch.get();
   engine::DispatchOutcome outcome;
   {
     engine::Lane& l = lane(pending.lane);
     std::lock_guard lock(l.mutex);
     l.drive(*call, engine::Lane::Until::done);
-    l.remove(call.get());
+    l.remove(call);
     outcome = call->take();
   }
   const DispatchArgs& args = call->args();
   const Routing& r = *outcome.routing;
   auto memory = std::make_shared<Memory>();
-  memory->rows = outcome.memory;
+  memory->rows = std::move(outcome.memory);
   memory->routing = outcome.routing;
   memory->num_rows = r.num_rows;
   memory->num_dropped = r.num_dropped;
@@ -81,7 +81,7 @@ DispatchResult BufferImpl::finish_dispatch(PendingImpl& pending) {
   DispatchResult result;
   const Shape shape{r};
   const bool quantised = args.quantize != Quantize::none;
-  std::byte* base = outcome.memory ? outcome.memory->data() : nullptr;
+  std::byte* base = memory->rows ? memory->rows->data() : nullptr;
   const auto at = [&](size_t offset) { return base ? base + offset : nullptr; };
   result.x = shape.array(outcome.x, quantised ? DType::fp8_e4m3 : args.x.dtype, args.x.shape[1], outcome.x_stride);
   if (quantised) {
@@ -108,26 +108,26 @@ DispatchResult BufferImpl::finish_dispatch(PendingImpl& pending) {
     result.topk_weights = r.layout == Layout::expert_slab ? TensorView::dense(r.row_weights.data(), DType::fp32, {local, r.capacity})
                                                           : vector_of(r.row_weights.data(), DType::fp32, r.result_rows());
   }
-  result.is_lease = outcome.memory && outcome.memory->is_lease();
-  result.handle = Handle(outcome.routing);
+  result.is_lease = memory->rows && memory->rows->is_lease();
+  result.handle = Handle(std::move(outcome.routing));
   result.memory_ = std::move(memory);
   return result;
 }
 
 CombineResult BufferImpl::finish_combine(PendingImpl& pending) {
-  const std::shared_ptr<engine::CombineCall> call = pending.combine;
+  engine::CombineCall* const call = pending.combine.get();
   engine::CombineOutcome outcome;
   {
     engine::Lane& l = lane(pending.lane);
     std::lock_guard lock(l.mutex);
     l.drive(*call, engine::Lane::Until::done);
-    l.remove(call.get());
+    l.remove(call);
     outcome = call->take();
   }
   const CombineArgs& args = call->args();
   const Routing& r = call->routing();
   auto memory = std::make_shared<Memory>();
-  memory->rows = outcome.memory;
+  memory->rows = std::move(outcome.memory);
   memory->side = std::move(outcome.side);
   memory->num_lost = std::move(outcome.num_lost);
   CombineResult result;

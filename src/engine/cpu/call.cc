@@ -10,8 +10,8 @@ namespace turnout::engine {
 
 using core::BufferLayout;
 
-Call::Call(std::shared_ptr<Context> context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts)
-    : context_(std::move(context)),
+Call::Call(const std::shared_ptr<Context>& context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts)
+    : context_(context.get()),
       lane_(lane),
       epoch_(epoch),
       copy_(static_cast<int>(epoch % static_cast<uint64_t>(context_->layout.depth))),

@@ -33,7 +33,8 @@ struct Waiting {
 
 class Call {
  public:
-  Call(std::shared_ptr<Context> context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts);
+  /// `context` outlives the call: its lane and whoever waits for it belong to the Buffer.
+  Call(const std::shared_ptr<Context>& context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts);
   virtual ~Call() = default;
   Call(const Call&) = delete;
   Call& operator=(const Call&) = delete;
@@ -100,7 +101,7 @@ class Call {
   /// Records of this call that `source` has put into its ring here, or that `peer` has taken from ours there.
   int64_t count_of(int source, core::BufferLayout::Signal which) const;
 
-  std::shared_ptr<Context> context_;
+  Context* const context_;
   const int lane_;
   const uint64_t epoch_;
   const int copy_;

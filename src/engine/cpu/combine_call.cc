@@ -11,9 +11,9 @@ namespace turnout::engine {
 using core::BufferLayout;
 using internal::Routing;
 
-CombineCall::CombineCall(std::shared_ptr<Context> context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts,
+CombineCall::CombineCall(const std::shared_ptr<Context>& context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts,
                          const CombineArgs& args, std::shared_ptr<const Routing> routing)
-    : Call(std::move(context), lane, epoch, first_epoch, facts), args_(args), routing_(std::move(routing)) {
+    : Call(context, lane, epoch, first_epoch, facts), args_(args), routing_(std::move(routing)) {
   const Routing& r = *routing_;
   hidden_ = args_.y.shape[static_cast<size_t>(args_.y.ndim - 1)];
   const auto hidden = static_cast<size_t>(hidden_);
@@ -53,7 +53,7 @@ CombineCall::CombineCall(std::shared_ptr<Context> context, int lane, uint64_t ep
     out_.x_stride = args_.out.strides[0] * static_cast<int64_t>(size_of(args_.out.dtype));
   } else if (r.num_tokens > 0) {
     out_.x_stride = static_cast<int64_t>(row_bytes);
-    out_.memory = std::make_shared<ResultMemory>(context_, row_bytes * static_cast<size_t>(r.num_tokens));
+    out_.memory = std::make_shared<ResultMemory>(context_->shared_from_this(), row_bytes * static_cast<size_t>(r.num_tokens));
     out_.x = out_.memory->data();
   }
   out_.num_lost.assign(static_cast<size_t>(r.num_tokens), 0);

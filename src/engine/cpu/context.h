@@ -19,7 +19,7 @@
 
 namespace turnout::engine {
 
-struct Context {
+struct Context : std::enable_shared_from_this<Context> {
   Context(std::shared_ptr<transport::Transport> transport, std::unique_ptr<transport::Window> window, const core::BufferLayout& layout,
           core::Topology topology, const BufferConfig& config, std::shared_ptr<Allocator> own_allocator, Allocator* allocator);
 

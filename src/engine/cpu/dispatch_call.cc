@@ -11,9 +11,9 @@ namespace turnout::engine {
 using core::BufferLayout;
 using internal::Routing;
 
-DispatchCall::DispatchCall(std::shared_ptr<Context> context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts,
+DispatchCall::DispatchCall(const std::shared_ptr<Context>& context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts,
                            const DispatchArgs& args, std::shared_ptr<Routing> fresh_routing, std::shared_ptr<const Routing> cached)
-    : Call(std::move(context), lane, epoch, first_epoch, facts), args_(args), fresh_(std::move(fresh_routing)), cached_(std::move(cached)) {
+    : Call(context, lane, epoch, first_epoch, facts), args_(args), fresh_(std::move(fresh_routing)), cached_(std::move(cached)) {
   const Routing& r = routing();
   low_latency_ = facts.mode == static_cast<int64_t>(Mode::low_latency);
   const auto hidden = static_cast<size_t>(args_.x.shape[1]);
@@ -196,7 +196,7 @@ void DispatchCall::zero_padding() const {
 
 DispatchOutcome DispatchCall::take() {
   if (!misfit_.empty()) throw InvalidArgument(misfit_);
-  return {fresh_ ? std::shared_ptr<const Routing>(fresh_) : cached_, memory_, x_, x_stride_, block_};
+  return {fresh_ ? std::shared_ptr<const Routing>(std::move(fresh_)) : std::move(cached_), std::move(memory_), x_, x_stride_, block_};
 }
 
 }  // namespace turnout::engine

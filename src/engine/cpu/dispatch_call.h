@@ -30,7 +30,7 @@ struct DispatchOutcome {
 class DispatchCall final : public Call {
  public:
   /// REQUIRES: args were checked. `routing` holds the source side (new or of args.handle).
-  DispatchCall(std::shared_ptr<Context> context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts, const DispatchArgs& args,
+  DispatchCall(const std::shared_ptr<Context>& context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts, const DispatchArgs& args,
                std::shared_ptr<internal::Routing> fresh_routing, std::shared_ptr<const internal::Routing> cached);
 
   bool progress() override;
@@ -39,7 +39,7 @@ class DispatchCall final : public Call {
   Waiting waiting() const override;
   void give_up() noexcept override;
 
-  /// REQUIRES: done(). Throws InvalidArgument if the rows did not fit where the caller wanted them.
+  /// Once. REQUIRES: done(). Throws InvalidArgument if the rows did not fit where the caller wanted them.
   DispatchOutcome take();
 
   /// Rows of each source present so far: [R], readable at any time.

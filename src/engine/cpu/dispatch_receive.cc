@@ -108,7 +108,7 @@ void DispatchCall::plan_experts() {
 void DispatchCall::make_room() {
   const Routing& r = routing();
   if (held_ && r.num_recv() > 0) {
-    held_memory_ = std::make_shared<ResultMemory>(context_, static_cast<size_t>(r.num_recv()) * format_.record_bytes);
+    held_memory_ = std::make_shared<ResultMemory>(context_->shared_from_this(), static_cast<size_t>(r.num_recv()) * format_.record_bytes);
   }
   const int64_t n = r.layout == Layout::rank_major ? block_rows(context_->rank) : r.result_rows();
   const bool offered = offer_ && block_fits(context_->rank);
@@ -116,7 +116,7 @@ void DispatchCall::make_room() {
   x_stride_ = static_cast<int64_t>(format_.x_stride);
   if (offered) {
     context_->pool.trim(*offer_, block_.num_bytes);
-    memory_ = std::make_shared<ResultMemory>(context_, *offer_);
+    memory_ = std::make_shared<ResultMemory>(context_->shared_from_this(), *offer_);
     offer_.reset();
   } else {
     if (offer_) context_->pool.give_back(*offer_);
@@ -124,13 +124,13 @@ void DispatchCall::make_room() {
     std::optional<BlockPool::Block> lease;
     if (r.layout != Layout::rank_major && args_.result != ResultKind::fresh && !args_.out.defined()) lease = context_->pool.take(block_.num_bytes);
     if (lease) {
-      memory_ = std::make_shared<ResultMemory>(context_, *lease);
+      memory_ = std::make_shared<ResultMemory>(context_->shared_from_this(), *lease);
     } else if (args_.result == ResultKind::lease && !args_.out.defined()) {
       misfit_ = "dispatch: result=lease, but the result needs " + std::to_string(block_.num_bytes) +
                 " bytes and the largest gap of the receive region has " + std::to_string(context_->pool.largest_gap()) + " of " +
                 std::to_string(context_->pool.num_bytes()) + "; release earlier results, raise receive_bytes, or use result=auto";
     } else if (block_.num_bytes > 0) {
-      memory_ = std::make_shared<ResultMemory>(context_, block_.num_bytes);
+      memory_ = std::make_shared<ResultMemory>(context_->shared_from_this(), block_.num_bytes);
       if (args_.result == ResultKind::automatic && !args_.out.defined()) context_->fresh_results.fetch_add(1, std::memory_order_relaxed);
     }
   }

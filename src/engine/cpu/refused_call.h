@@ -6,8 +6,8 @@ namespace turnout::engine {
 
 class RefusedCall final : public Call {
  public:
-  RefusedCall(std::shared_ptr<Context> context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts)
-      : Call(std::move(context), lane, epoch, first_epoch, facts) {
+  RefusedCall(const std::shared_ptr<Context>& context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts)
+      : Call(context, lane, epoch, first_epoch, facts) {
     refuse();
   }
   bool progress() override {
