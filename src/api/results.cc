@@ -34,15 +34,20 @@ namespace internal {
 
 namespace {
 
-/// A dense vector: results have many of them.
-TensorView vector_of(const void* data, DType dtype, int64_t n) {
-  TensorView view;
+/// A dense vector. In place: a view that is made elsewhere and copied costs more than the rest of a small result.
+void set_vector(TensorView& view, const void* data, DType dtype, int64_t n) {
   view.data = const_cast<void*>(data);
   view.dtype = dtype;
   view.ndim = 1;
   view.shape[0] = n;
   view.strides[0] = 1;
-  return view;
+}
+void set_matrix(TensorView& view, const void* data, DType dtype, int64_t rows, int64_t cols) {
+  view.data = const_cast<void*>(data);
+  view.dtype = dtype;
+  view.ndim = 2;
+  view.shape = {rows, cols, 0};
+  view.strides = {cols, 1, 0};
 }
 
 /// The row arrays: matrices, or slabs of [local experts, capacity, width].
@@ -95,18 +100,18 @@ DispatchResult BufferImpl::finish_dispatch(PendingImpl& pending) {
         shape.array(at(outcome.block.side[s]), side.dtype, side.shape[1], side.shape[1] * static_cast<int64_t>(size_of(side.dtype))));
   }
   const int64_t local = r.num_local_experts();
-  result.num_rows = vector_of(&memory->num_rows, DType::i64, 1);
-  result.num_dropped = vector_of(&memory->num_dropped, DType::i64, 1);
-  result.arrived = vector_of(memory->arrived.data(), DType::i64, context_->num_ranks);
-  result.expert_counts = vector_of(r.expert_counts.data(), DType::i32, local);
-  result.expert_offsets = vector_of(r.expert_offsets.data(), DType::i64, local + 1);
+  set_vector(result.num_rows, &memory->num_rows, DType::i64, 1);
+  set_vector(result.num_dropped, &memory->num_dropped, DType::i64, 1);
+  set_vector(result.arrived, memory->arrived.data(), DType::i64, context_->num_ranks);
+  set_vector(result.expert_counts, r.expert_counts.data(), DType::i32, local);
+  set_vector(result.expert_offsets, r.expert_offsets.data(), DType::i64, local + 1);
   if (r.layout == Layout::rank_major) {
-    result.topk_idx = TensorView::dense(r.recv_idx.data(), DType::i32, {r.result_rows(), r.num_topk});
-    if (r.has_weights) result.topk_weights = TensorView::dense(r.recv_weights.data(), DType::fp32, {r.result_rows(), r.num_topk});
-    result.sorted_rows = vector_of(r.sorted_rows.data(), DType::i32, static_cast<int64_t>(r.sorted_rows.size()));
+    set_matrix(result.topk_idx, r.recv_idx.data(), DType::i32, r.result_rows(), r.num_topk);
+    if (r.has_weights) set_matrix(result.topk_weights, r.recv_weights.data(), DType::fp32, r.result_rows(), r.num_topk);
+    set_vector(result.sorted_rows, r.sorted_rows.data(), DType::i32, static_cast<int64_t>(r.sorted_rows.size()));
   } else if (r.has_weights) {
-    result.topk_weights = r.layout == Layout::expert_slab ? TensorView::dense(r.row_weights.data(), DType::fp32, {local, r.capacity})
-                                                          : vector_of(r.row_weights.data(), DType::fp32, r.result_rows());
+    if (r.layout == Layout::expert_slab) set_matrix(result.topk_weights, r.row_weights.data(), DType::fp32, local, r.capacity);
+    else set_vector(result.topk_weights, r.row_weights.data(), DType::fp32, r.result_rows());
   }
   result.is_lease = memory->rows && memory->rows->is_lease();
   result.handle = Handle(std::move(outcome.routing));
@@ -135,7 +140,7 @@ CombineResult BufferImpl::finish_combine(PendingImpl& pending) {
   result.x = TensorView::matrix(outcome.x, args.y.dtype, r.num_tokens, hidden, outcome.x_stride / static_cast<int64_t>(size_of(args.y.dtype)));
   if (r.num_tokens == 0) result.x = TensorView::dense(outcome.x, args.y.dtype, {0, hidden});
   if (args.side.defined()) result.side = TensorView::dense(memory->side.data(), DType::fp32, {r.num_tokens, r.num_topk});
-  result.num_lost = vector_of(memory->num_lost.data(), DType::i32, r.num_tokens);
+  set_vector(result.num_lost, memory->num_lost.data(), DType::i32, r.num_tokens);
   result.memory_ = std::move(memory);
   return result;
 }
