@@ -51,22 +51,15 @@ bool Call::exchange_headers() {
     // The copy is free once the peer has finished the call that used it last.
     const auto depth = static_cast<uint64_t>(context_->layout.depth);
     if (!first_use_ && read(peer, BufferLayout::kSpace) < progress_value(epoch_ - depth, kAllConsumed)) continue;
-    send_ahead(peer);
     send_header(peer);
     moved = true;
   }
   for (int source = 0; source < context_->num_ranks && !all_headers_seen(); ++source) {
     if (header_seen(source) || read(source, BufferLayout::kHeader) < epoch_) continue;
     take_header(source);
-    fetch_ahead(source);
     moved = true;
   }
   return moved;
-}
-
-void Call::prefetch_ring(int source, size_t record_bytes) const {
-  const auto here = static_cast<size_t>(count_of(source, BufferLayout::kProduced));
-  prefetch_row(context_->window->local() + context_->layout.ring_at(lane_, copy_, source), here * record_bytes);
 }
 
 void Call::send_header(int peer) {

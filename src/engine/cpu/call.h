@@ -59,15 +59,6 @@ class Call {
   std::exception_ptr failure;  ///< set when the call failed while another one was being driven
 
  protected:
-  /// Before this rank's header goes to `peer`, whose staging copy is free: rows so few that they may go ahead of it.
-  virtual void send_ahead(int) {}
-  /// The header of `source` has come: what it sent ahead may be fetched while the call is planned.
-  virtual void fetch_ahead(int) {}
-  /// Records that are ahead of a header, or right behind it, in bytes of one rank to another.
-  static constexpr int64_t kEagerBytes = 16 << 10;
-  /// Asks for the records that `source` has put into its ring here so far. REQUIRES: they fill at most kEagerBytes.
-  void prefetch_ring(int source, size_t record_bytes) const;
-
   /// Sends this rank's header to every peer whose staging copy is free, receives theirs. True if anything moved.
   bool exchange_headers();
   bool all_headers_sent() const { return num_headers_sent_ == context_->num_ranks - 1; }

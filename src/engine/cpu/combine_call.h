@@ -65,8 +65,6 @@ class CombineCall final : public Call {
   bool stream_ended(int source) const;
 
   // combine_send.cc
-  void send_ahead(int source) override;
-  void fetch_ahead(int source) override;
   bool send();
   bool send_to(int source);
   void write_record(int source, int64_t i, std::byte* record) const;

@@ -16,26 +16,15 @@ constexpr int64_t kBytesPerSignal = 64 << 10;
 bool CombineCall::send() {
   if (sends_left_ == 0) return false;
   bool moved = false;
-  for (int step = 1; step < context_->num_ranks; ++step) {
-    const int source = (context_->rank + step) % context_->num_ranks;
-    if (header_sent(source)) moved |= send_to(source);
-  }
+  for (int step = 1; step < context_->num_ranks; ++step) moved |= send_to((context_->rank + step) % context_->num_ranks);
   return moved;
-}
-
-void CombineCall::send_ahead(int source) {
-  if (my_rows_[static_cast<size_t>(source)] * static_cast<int64_t>(record_bytes_) <= kEagerBytes) send_to(source);
-}
-
-void CombineCall::fetch_ahead(int source) {
-  if (rows(source, context_->rank) * static_cast<int64_t>(record_bytes_) <= kEagerBytes) prefetch_ring(source, record_bytes_);
 }
 
 bool CombineCall::send_to(int source) {
   const auto at = static_cast<size_t>(source);
-  const int64_t count = my_rows_[at];
+  const auto count = static_cast<int64_t>(outgoing_[at].size());
   int64_t& next = next_[at];
-  if (next >= count) return false;
+  if (next >= count || !header_sent(source)) return false;
   const int64_t taken = std::min(count_of(source, BufferLayout::kSpace), next);
   const int64_t batch = std::min(
       {count - next, slots_ - (next - taken), std::max<int64_t>(1, std::min(kBytesPerSignal / static_cast<int64_t>(record_bytes_), slots_ / 4))});

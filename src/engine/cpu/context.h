@@ -91,6 +91,9 @@ class ResultMemory {
   }
   std::byte* data() const { return data_; }
   bool is_lease() const { return is_lease_; }
+  const BlockPool::Block& lease() const { return lease_; }
+  /// Gives back what a lease has beyond its first bytes.
+  void trim(size_t num_bytes) { context_->pool.trim(lease_, num_bytes); }
 
  private:
   std::shared_ptr<Context> context_;

@@ -55,6 +55,9 @@ bool DispatchCall::progress() {
   moved |= send();
   if (planned_) {
     moved |= receive();
+    // Not in plan(): a lock waits for every store under way, and by now the rows have left.
+    if (trim_to_ > 0) memory_->trim(trim_to_);
+    trim_to_ = 0;
     if (rows_left_ == 0 && sent() && !finished_) {
       finish();
       moved = true;
@@ -111,7 +114,6 @@ void DispatchCall::give_up() noexcept {
   try {
     // Nobody writes the offered block: ranks that disagree put nothing in place, and after an abort no call starts
     // before recover(), when all have left theirs.
-    if (offer_) context_->pool.give_back(*offer_);
     offer_.reset();
     memory_.reset();
     held_memory_.reset();

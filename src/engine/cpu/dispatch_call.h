@@ -69,8 +69,6 @@ class DispatchCall final : public Call {
 
   // dispatch_send.cc
   void make_offer();
-  void send_ahead(int peer) override;
-  void fetch_ahead(int source) override;
   bool send();
   bool send_direct();
   bool send_stream(int peer);
@@ -119,7 +117,8 @@ class DispatchCall final : public Call {
   int64_t sends_left_ = 0;     ///< rows not sent yet, direct and streamed
 
   // Receive side.
-  std::optional<BlockPool::Block> offer_;
+  std::shared_ptr<ResultMemory> offer_;
+  size_t trim_to_ = 0;  ///< what is kept of the offer that became the result; 0: nothing to trim
   bool planned_ = false, finished_ = false, held_ = false, given_up_ = false;
   std::string misfit_;             ///< why the rows could not be kept
   PerPair<int64_t> admitted_;      ///< [R, R]

@@ -115,11 +115,9 @@ void DispatchCall::make_room() {
   block_ = format_.block(n, offered && format_.idx_bytes > 0);
   x_stride_ = static_cast<int64_t>(format_.x_stride);
   if (offered) {
-    context_->pool.trim(*offer_, block_.num_bytes);
-    memory_ = std::make_shared<ResultMemory>(context_->shared_from_this(), *offer_);
-    offer_.reset();
+    memory_ = std::move(offer_);
+    trim_to_ = block_.num_bytes;
   } else {
-    if (offer_) context_->pool.give_back(*offer_);
     offer_.reset();
     std::optional<BlockPool::Block> lease;
     if (r.layout != Layout::rank_major && args_.result != ResultKind::fresh && !args_.out.defined()) lease = context_->pool.take(block_.num_bytes);

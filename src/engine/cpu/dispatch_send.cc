@@ -10,6 +10,9 @@ namespace turnout::engine {
 using core::BufferLayout;
 
 namespace {
+/// In low_latency mode fewer bytes than this to one rank travel with the header; more are worth a look at all headers
+/// first, because they can then be put in place in one pass.
+constexpr int64_t kEagerBytes = 16 << 10;
 /// Bytes between two signals: enough to amortise the signal, few enough that the receiver starts early.
 constexpr int64_t kBytesPerSignal = 64 << 10;
 }  // namespace
@@ -17,27 +20,17 @@ constexpr int64_t kBytesPerSignal = 64 << 10;
 void DispatchCall::make_offer() {
   if (routing().layout != Layout::rank_major || args_.result == ResultKind::fresh || args_.out.defined()) return;
   const bool meta = format_.idx_bytes > 0;
+  std::optional<BlockPool::Block> block;
   if (routing().capacity >= 0) {
-    offer_ = context_->pool.take(format_.block(routing().capacity, meta).num_bytes);
+    block = context_->pool.take(format_.block(routing().capacity, meta).num_bytes);
   } else {
     const int64_t most = cached_ ? cached_->num_recv() : context_->num_ranks * context_->config.max_tokens_per_rank;
-    offer_ = context_->pool.take_largest(format_.block(most, meta).num_bytes);
+    block = context_->pool.take_largest(format_.block(most, meta).num_bytes);
   }
-  if (!offer_) return;
-  mine_.offer_offset = static_cast<int64_t>(offer_->offset);
-  mine_.offer_bytes = static_cast<int64_t>(offer_->num_bytes);
-}
-
-/// In low_latency mode rows of at most kEagerBytes to one rank travel with the header; more are worth a look at all headers
-/// first, because they can then be put in place in one pass.
-void DispatchCall::send_ahead(int peer) {
-  const int64_t rows = my_rows_[static_cast<size_t>(peer)];
-  if (low_latency_ && rows > 0 && rows * static_cast<int64_t>(format_.record_bytes) <= kEagerBytes) send_stream(peer);
-}
-
-void DispatchCall::fetch_ahead(int source) {
-  const int64_t count = rows(source, context_->rank);
-  if (low_latency_ && count * static_cast<int64_t>(format_.record_bytes) <= kEagerBytes) prefetch_ring(source, format_.record_bytes);
+  if (!block) return;
+  offer_ = std::make_shared<ResultMemory>(context_->shared_from_this(), *block);
+  mine_.offer_offset = static_cast<int64_t>(block->offset);
+  mine_.offer_bytes = static_cast<int64_t>(block->num_bytes);
 }
 
 /// Whether rows to `peer` may leave before its header is here: they go to its ring whatever the header says.
