@@ -140,7 +140,7 @@ void DispatchCall::finish() {
       }
     }
     if (held_) settle_held();
-    finish_routing(r, me);
+    if (!routed_) finish_routing(r, me);
   }
   const Routing& r = routing();
   if (misfit_.empty() && r.layout == Layout::expert_major) zero_padding();

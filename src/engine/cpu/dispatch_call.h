@@ -119,7 +119,9 @@ class DispatchCall final : public Call {
   // Receive side.
   std::shared_ptr<ResultMemory> offer_;
   size_t trim_to_ = 0;  ///< what is kept of the offer that became the result; 0: nothing to trim
+  int direct_sources_ = 0;
   bool planned_ = false, finished_ = false, held_ = false, given_up_ = false;
+  bool routed_ = false;            ///< finish_routing() has run
   std::string misfit_;             ///< why the rows could not be kept
   PerPair<int64_t> admitted_;      ///< [R, R]
   PerRank<int64_t> total_;         ///< [R] admitted rows of each destination

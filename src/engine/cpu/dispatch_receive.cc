@@ -13,6 +13,8 @@ using internal::Routing;
 namespace {
 /// Results larger than this share of a last-level cache are written past it.
 constexpr int64_t kCacheBytes = 4 << 20;
+/// So many bytes of records are asked for at once.
+constexpr int64_t kPrefetchBytes = 16 << 10;
 }  // namespace
 
 /// All headers are here and agree: who sends what to whom, what is admitted, where it goes.
@@ -53,6 +55,7 @@ void DispatchCall::plan() {
   for (int peer = 0; peer < context_->num_ranks; ++peer) {
     path_to_[static_cast<size_t>(peer)] = choose_path(me, peer);
     path_from_[static_cast<size_t>(peer)] = choose_path(peer, me);
+    direct_sources_ += path_from(peer) == Path::direct;
   }
   for (int peer = 0; peer < context_->num_ranks; ++peer) {
     if (path_to(peer) != Path::direct) continue;
@@ -200,6 +203,13 @@ bool DispatchCall::receive_from(int source, int64_t available) {
       }
     }
   }
+  // Rows of a small call are on their way while their experts are counted.
+  const bool few = (end - first) * static_cast<int64_t>(format_.record_bytes) <= kPrefetchBytes;
+  if (!own && few) prefetch_row(record_of(first), static_cast<size_t>(end - first) * format_.record_bytes);
+  if (fresh_ && rows_left_ == available - first && !held_ && direct_sources_ == 0) {
+    finish_routing(*fresh_, context_->rank);
+    routed_ = true;
+  }
   if (misfit_.empty()) {
     context_->parallel_for(end - first, 4, [&](int64_t from, int64_t to) {
       thread_local std::vector<std::byte> quantised;
@@ -211,7 +221,7 @@ bool DispatchCall::receive_from(int source, int64_t available) {
           Row row{nullptr, nullptr, record, own ? token_of(i) : 0, base + i};
           row.x = own ? token_row(row.token, quantised, row.scales) : record + format_.x_at;
           if (!own && format_.scale_bytes) row.scales = record + format_.scales_at;
-          if (!own) prefetch_row(row.x, format_.x_bytes);
+          if (!own && !few) prefetch_row(row.x, format_.x_bytes);
           lay_out(row);
         }
       }
