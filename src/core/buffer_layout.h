@@ -62,7 +62,7 @@ struct BufferLayout {
   constexpr size_t ring_at(int lane, int copy, int source) const { return rings + index(lane, copy, source) * ring_bytes; }
 
   // Signals: one per rank for the abort, then four per (lane, copy, source), whose writers do not share a cache line.
-  enum Signal : int { kHeader, kRows, kProduced, kSpace };
+  enum Signal : int { kHeader, kRows, kProduced, kSpace, kNumSignals };
   constexpr int abort_signal(int source) const { return source; }
   constexpr int signal(int lane, int copy, int source, Signal which) const {
     return first_signal() + static_cast<int>(index(lane, copy, source)) * kSignalsPerLine + which;
@@ -71,6 +71,7 @@ struct BufferLayout {
 
  private:
   static constexpr int kSignalsPerLine = 8;
+  static_assert(kNumSignals <= kSignalsPerLine);
   constexpr int first_signal() const { return static_cast<int>(align_up(num_ranks, kSignalsPerLine)); }
   constexpr size_t index(int lane, int copy, int source) const {
     return (static_cast<size_t>(lane) * static_cast<size_t>(depth) + static_cast<size_t>(copy)) * static_cast<size_t>(num_ranks) +
