@@ -155,7 +155,8 @@ void BufferImpl::start(const DispatchArgs& args, PendingImpl& pending) {
     fresh->capacity = args.capacity.value_or(-1);
     fresh->alignment = args.layout == Layout::expert_major ? args.expert_alignment : 1;
   }
-  pending.dispatch = std::allocate_shared<engine::DispatchCall>(engine::CachedAllocator<engine::DispatchCall>(), context_, args.lane, epoch, lane.first_epoch(), facts, args, std::move(fresh), std::move(cached));
+  pending.dispatch = std::allocate_shared<engine::DispatchCall>(engine::CachedAllocator<engine::DispatchCall>(), context_, args.lane, epoch,
+                                                                lane.first_epoch(), facts, args, std::move(fresh), std::move(cached));
   lane.add(pending.dispatch);
   lane.drive(*pending.dispatch, Lane::Until::sent);  // a send that fails leaves nothing to drop, and the lane is locked here
   pending.waited = false;
@@ -173,8 +174,8 @@ void BufferImpl::start(const CombineArgs& args, PendingImpl& pending) {
   } catch (const InvalidArgument& why) {
     refuse(args, lane, why);
   }
-  pending.combine = std::allocate_shared<engine::CombineCall>(engine::CachedAllocator<engine::CombineCall>(), context_, args.lane, lane.take_epoch(), lane.first_epoch(), api::facts_of(*context_, args),
-                                                           args, args.handle->routing());
+  pending.combine = std::allocate_shared<engine::CombineCall>(engine::CachedAllocator<engine::CombineCall>(), context_, args.lane, lane.take_epoch(),
+                                                              lane.first_epoch(), api::facts_of(*context_, args), args, args.handle->routing());
   lane.add(pending.combine);
   lane.drive(*pending.combine, Lane::Until::sent);
   pending.waited = false;

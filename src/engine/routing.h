@@ -54,7 +54,7 @@ struct Routing {
   Array<int32_t> expert_counts{&memory_};   ///< [Le] admitted rows, padding not counted
   Array<int64_t> expert_offsets{&memory_};  ///< [Le + 1]
   Array<int32_t> sorted_rows{&memory_};     ///< rank_major
-  int64_t num_rows = 0;                 ///< real rows of the result (expert_major: padding included; slab: sum of counts)
+  int64_t num_rows = 0;                     ///< real rows of the result (expert_major: padding included; slab: sum of counts)
   int64_t num_dropped = 0;
 
   int64_t num_recv() const { return recv_begin.empty() ? 0 : recv_begin.back(); }

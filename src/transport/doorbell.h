@@ -13,14 +13,6 @@
 
 namespace turnout::transport {
 
-inline void pause_cpu() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
 struct alignas(128) Doorbell {
   std::atomic<uint32_t> rings{0};
   alignas(64) std::atomic<uint32_t> sleepers{0};

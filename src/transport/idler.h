@@ -3,10 +3,17 @@
 #include <chrono>
 #include <cstdint>
 
-#include "transport/doorbell.h"
 #include "transport/transport.h"
 
 namespace turnout::transport {
+
+inline void pause_cpu() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
 
 class Idler {
  public:

@@ -109,7 +109,8 @@ void Call::take_header(int source) {
 }
 
 void Call::check_headers() const {
-  const bool agreed = std::all_of(headers_.begin(), headers_.end(), [&](const Header& h) { return !h.refused && h.fingerprint == headers_[0].fingerprint; });
+  const bool agreed =
+      std::all_of(headers_.begin(), headers_.end(), [&](const Header& h) { return !h.refused && h.fingerprint == headers_[0].fingerprint; });
   if (agreed) return;
   std::string refusers;
   for (int source = 0; source < context_->num_ranks; ++source) {

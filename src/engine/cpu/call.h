@@ -105,9 +105,7 @@ class Call {
   std::vector<std::vector<int32_t>> my_expert_rows_;  ///< [R][local experts of that rank], or empty
 
  private:
-  size_t facts_of(int source) const {
-    return context_->layout.header_at(lane_, copy_, source) + facts_at(context_->layout.header_bytes);
-  }
+  size_t facts_of(int source) const { return context_->layout.header_at(lane_, copy_, source) + facts_at(context_->layout.header_bytes); }
   void send_header(int peer);
   void take_header(int source);
 

@@ -26,8 +26,8 @@ struct CombineOutcome {
 class CombineCall final : public Call {
  public:
   /// REQUIRES: args were checked against `routing`.
-  CombineCall(const std::shared_ptr<Context>& context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts, const CombineArgs& args,
-              std::shared_ptr<const internal::Routing> routing);
+  CombineCall(const std::shared_ptr<Context>& context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts,
+              const CombineArgs& args, std::shared_ptr<const internal::Routing> routing);
 
   bool progress() override;
   bool sent() const override { return all_headers_sent() && sends_left_ == 0; }

@@ -30,8 +30,8 @@ struct DispatchOutcome {
 class DispatchCall final : public Call {
  public:
   /// REQUIRES: args were checked. `routing` holds the source side (new or of args.handle).
-  DispatchCall(const std::shared_ptr<Context>& context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts, const DispatchArgs& args,
-               std::shared_ptr<internal::Routing> fresh_routing, std::shared_ptr<const internal::Routing> cached);
+  DispatchCall(const std::shared_ptr<Context>& context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts,
+               const DispatchArgs& args, std::shared_ptr<internal::Routing> fresh_routing, std::shared_ptr<const internal::Routing> cached);
 
   bool progress() override;
   bool sent() const override { return all_headers_sent() && planned_ && sends_left_ == 0; }
@@ -112,20 +112,20 @@ class DispatchCall final : public Call {
   // Send side.
   std::vector<Target> targets_;  ///< [R] if some path is direct
   PerRank<int> direct_peers_;
-  PerRank<int64_t> next_;      ///< [R] records or rows sent so far
-  int64_t next_token_ = 0;     ///< of the direct rows
-  int64_t sends_left_ = 0;     ///< rows not sent yet, direct and streamed
+  PerRank<int64_t> next_;   ///< [R] records or rows sent so far
+  int64_t next_token_ = 0;  ///< of the direct rows
+  int64_t sends_left_ = 0;  ///< rows not sent yet, direct and streamed
 
   // Receive side.
   std::shared_ptr<ResultMemory> offer_;
   size_t trim_to_ = 0;  ///< what is kept of the offer that became the result; 0: nothing to trim
   int direct_sources_ = 0;
   bool planned_ = false, finished_ = false, held_ = false, given_up_ = false;
-  bool routed_ = false;            ///< finish_routing() has run
-  std::string misfit_;             ///< why the rows could not be kept
-  PerPair<int64_t> admitted_;      ///< [R, R]
-  PerRank<int64_t> total_;         ///< [R] admitted rows of each destination
-  PerRank<int64_t> received_;      ///< [R]
+  bool routed_ = false;        ///< finish_routing() has run
+  std::string misfit_;         ///< why the rows could not be kept
+  PerPair<int64_t> admitted_;  ///< [R, R]
+  PerRank<int64_t> total_;     ///< [R] admitted rows of each destination
+  PerRank<int64_t> received_;  ///< [R]
   int64_t rows_left_ = 0;
   std::vector<int64_t> expert_next_;  ///< [R, Le]: next position of a source's rows in each group
   PerRank<int64_t> arrived_;
