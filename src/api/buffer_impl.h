@@ -21,7 +21,7 @@ class Memory {
   std::shared_ptr<engine::ResultMemory> rows;
   std::shared_ptr<const Routing> routing;
   int64_t num_rows = 0, num_dropped = 0;
-  std::vector<int64_t> arrived;
+  engine::PerRank<int64_t> arrived;
   std::vector<float> side;
   std::vector<int32_t> num_lost;
 };
@@ -52,9 +52,10 @@ class BufferImpl : public std::enable_shared_from_this<BufferImpl> {
   BufferImpl& operator=(const BufferImpl&) = delete;
   ~BufferImpl();
 
-  /// Checks and issues a call. What this rank cannot do is refused on all ranks.
+  /// Checks and issues a call. What this rank cannot do is refused on all ranks. `pending` keeps it, or, without one, a new one that is
+  /// returned. REQUIRES: `pending` is new and of args.lane.
   template <class Args>
-  std::shared_ptr<PendingImpl> start(const Args& args);
+  std::shared_ptr<PendingImpl> start(const Args& args, PendingImpl* pending = nullptr);
   DispatchResult finish_dispatch(PendingImpl& pending);
   CombineResult finish_combine(PendingImpl& pending);
   /// Drives a pending call that nobody wants any more to its end.
