@@ -10,9 +10,9 @@ namespace turnout::engine {
 using core::BufferLayout;
 
 namespace {
-/// In low_latency mode fewer bytes than this to one rank travel with the header; more are worth a look at all headers
-/// first, because they can then be put in place in one pass.
-constexpr int64_t kEagerBytes = 16 << 10;
+/// In low_latency mode at most so many bytes to one rank travel with the header; more are worth a look at all headers
+/// first, because they can then be put in place in one pass: a signal is faster than a second copy.
+constexpr int64_t kEagerBytes = 1 << 10;
 /// Bytes between two signals: enough to amortise the signal, few enough that the receiver starts early.
 constexpr int64_t kBytesPerSignal = 64 << 10;
 }  // namespace
