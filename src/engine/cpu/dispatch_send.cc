@@ -11,9 +11,9 @@ using core::BufferLayout;
 using internal::Routing;
 
 namespace {
-/// In low_latency mode fewer bytes than this to one rank travel with the header; more are worth a look at all headers
-/// first, because they can then be put in place in one pass.
-constexpr int64_t kEagerBytes = 16 << 10;
+/// In low_latency mode at most so many bytes to one rank travel with the header; more are worth a look at all headers
+/// first, because they can then be put in place in one pass: a signal is faster than a second copy.
+constexpr int64_t kEagerBytes = 1 << 10;
 }  // namespace
 
 /// Room that the caller asks for is a matter of the arguments where the rows are known beforehand (a capacity, a handle): too
