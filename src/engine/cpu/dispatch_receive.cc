@@ -117,7 +117,7 @@ void DispatchCall::make_room() {
   x_stride_ = static_cast<int64_t>(format_.x_stride);
   if (offered) {
     memory_ = std::move(offer_);
-    trim_to_ = block_.num_bytes;
+    trim_to_ = std::max(block_.num_bytes, size_t{1});  // of a result without rows, too
   } else {
     std::shared_ptr<ResultMemory> lease;
     if (r.layout != Layout::rank_major && wants_lease() && !memory_) lease = offer_ ? std::move(offer_) : lease_of(block_.num_bytes);
