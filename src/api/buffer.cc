@@ -14,23 +14,25 @@ Buffer& Buffer::operator=(Buffer&&) noexcept = default;
 Buffer::~Buffer() = default;
 
 PendingDispatch Buffer::dispatch_async(const DispatchArgs& args) {
-  auto pending = impl_->start(args, false);
+  auto pending = impl_->start(args);
   if (args.receive == Receive::resident && !impl_->device()) impl_->receive_meanwhile(pending);
   return PendingDispatch(std::move(pending));
 }
 
 DispatchResult Buffer::dispatch(const DispatchArgs& args) {
-  auto pending = impl_->start(args, true);
-  pending->waited = true;
-  return impl_->finish_dispatch(*pending);
+  internal::PendingImpl pending(impl_, args.lane);
+  impl_->start(args, &pending);
+  pending.waited = true;
+  return impl_->finish_dispatch(pending);
 }
 
-PendingCombine Buffer::combine_async(const CombineArgs& args) { return PendingCombine(impl_->start(args, false)); }
+PendingCombine Buffer::combine_async(const CombineArgs& args) { return PendingCombine(impl_->start(args)); }
 
 CombineResult Buffer::combine(const CombineArgs& args) {
-  auto pending = impl_->start(args, true);
-  pending->waited = true;
-  return impl_->finish_combine(*pending);
+  internal::PendingImpl pending(impl_, args.lane);
+  impl_->start(args, &pending);
+  pending.waited = true;
+  return impl_->finish_combine(pending);
 }
 
 void Buffer::set_expert_to_rank(const std::vector<int>& expert_to_rank) { impl_->set_expert_to_rank(expert_to_rank); }

@@ -89,7 +89,7 @@ size_t default_receive_bytes(const BufferConfig& config, int num_ranks) {
   engine::RowFormat format;
   format.x_bytes = static_cast<size_t>(config.hidden) * size_of(config.dtype);
   format.scale_bytes = (static_cast<size_t>(config.hidden) + 127) / 128 * 4;
-  if (config.max_side_bytes > 0) format.side_bytes = {config.max_side_bytes};
+  if (config.max_side_bytes > 0) format.side_bytes.push_back(config.max_side_bytes);
   format.idx_bytes = format.weight_bytes = static_cast<size_t>(config.max_topk) * 4;
   format.derive();
   const int64_t most = config.max_tokens_per_rank * num_ranks;
@@ -99,7 +99,7 @@ size_t default_receive_bytes(const BufferConfig& config, int num_ranks) {
 
 /// In floating point, which does not wrap: what no address space holds is refused before it is laid out.
 void check_size(const core::BufferShape& s) {
-  constexpr double kMostBytes = 0x1p46, kMostRings = 0x1p28;
+  constexpr double kMostBytes = 0x1p46, kMostRings = 0x1p27;
   const double rings = static_cast<double>(s.num_lanes) * s.depth * s.num_ranks;
   const double each = static_cast<double>(s.header_bytes) + static_cast<double>(std::max(s.staging_bytes, s.least_staging_bytes));
   const double bytes = rings * each + static_cast<double>(s.receive_bytes);
@@ -107,7 +107,7 @@ void check_size(const core::BufferShape& s) {
   throw InvalidArgument("BufferConfig: needs " + std::to_string(std::llround(std::min(bytes, 9e18))) +
                         " bytes of symmetric memory per rank, but at most 2^46 can be had: receive_bytes is " + std::to_string(s.receive_bytes) +
                         ", and num_lanes x (max_outstanding + 1) x ranks = " + std::to_string(std::llround(rings)) +
-                        " (at most 2^28) staging rings take " + std::to_string(std::llround(std::min(each, 9e18))) + " bytes each");
+                        " (at most 2^27) staging rings take " + std::to_string(std::llround(std::min(each, 9e18))) + " bytes each");
 }
 
 }  // namespace

@@ -18,6 +18,7 @@
 
 #include "engine/cpu/context.h"
 #include "engine/cpu/header.h"
+#include "engine/cpu/inline_vector.h"
 
 namespace turnout::engine {
 
@@ -40,7 +41,8 @@ struct Waiting {
 
 class Call {
  public:
-  Call(std::shared_ptr<Context> context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts);
+  /// `context` outlives the call: its lane and whoever waits for it belong to the Buffer.
+  Call(const std::shared_ptr<Context>& context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts);
   virtual ~Call() = default;
   Call(const Call&) = delete;
   Call& operator=(const Call&) = delete;
@@ -118,7 +120,7 @@ class Call {
   /// Records of this call that `source` has put into its ring here, or that `peer` has taken from ours there.
   int64_t count_of(int source, core::BufferLayout::Signal which) const;
 
-  std::shared_ptr<Context> context_;
+  Context* const context_;
   const int lane_;
   const uint64_t epoch_;
   const int copy_;
@@ -126,11 +128,12 @@ class Call {
 
   // Filled by the derived call before the first exchange_headers().
   Header mine_{};
-  std::vector<int32_t> my_rows_;                      ///< [R]
-  std::vector<int64_t> my_pull_first_;                ///< [R] Header::pull_first for each addressee, or empty
+  PerRank<int32_t> my_rows_;                          ///< [R]
+  PerRank<int64_t> my_pull_first_;                    ///< [R] Header::pull_first for each addressee, or empty
   std::vector<std::vector<int32_t>> my_expert_rows_;  ///< [R][local experts of that rank], or empty
 
  private:
+  size_t facts_of(int source) const { return context_->layout.header_at(lane_, copy_, source) + facts_at(context_->layout.header_bytes); }
   void send_header(int peer);
   void take_header(int source);
   /// Throws InvalidArgument, which all ranks do.
@@ -141,9 +144,10 @@ class Call {
   int max_local_ = 0;
   int num_headers_sent_ = 0, num_headers_seen_ = 0, num_closed_ = 0;
   bool failed_together_ = false, stopped_ = false;
-  std::vector<char> header_sent_, header_seen_, closed_;
-  std::vector<Header> headers_;
-  std::vector<int32_t> rows_, expert_rows_;
+  PerRank<char> header_sent_, header_seen_, closed_;
+  InlineVector<Header, 4> headers_;
+  PerPair<int32_t> rows_;
+  std::vector<int32_t> expert_rows_;
 };
 
 }  // namespace turnout::engine

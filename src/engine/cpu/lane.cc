@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "transport/idler.h"
 #include "util/log.h"
 
 namespace turnout::engine {
@@ -43,7 +44,7 @@ void Lane::remove(const Call* call) {
 }
 
 std::shared_ptr<const Call> Lane::closing_call(uint64_t epoch) const {
-  for (const auto& list : {std::vector<std::shared_ptr<Call>>(calls_.begin(), calls_.end()), closing_}) {
+  for (const auto& list : {calls_, closing_}) {
     for (const auto& call : list) {
       if (call->epoch() == epoch && call->closing()) return call;
     }
@@ -136,30 +137,29 @@ bool Lane::progress_siblings() {
 
 void Lane::drive(Call& call, Until until) {
   transport::Window& window = *context_->window;
-  const auto spin = context_->transport->spin();
-  Patience patience;
-  bool idled = false;
+  transport::Idler idler(window, context_->transport->spin());
+  std::optional<Patience> patience;  // made at the first look round: most waits end before it
   while (true) {
-    const uint32_t ticket = window.ticket();
     const bool moved = progress_all();
     if (call.failure) fail(call);
     if (until == Until::sent ? call.sent() : call.done()) return;
     if (moved) {
-      if (idled) patience = Patience();
-      idled = false;
+      patience.reset();
+      idler.reset();
       continue;
     }
     window.progress();
+    if (!idler.step()) continue;
     try {
       context_->check_abort();
-      if (idled) check_patience(call, patience);
+      if (patience) check_patience(call, *patience);
+      else patience.emplace();
     } catch (...) {
       // The Buffer is aborted: what is outstanding on this lane is lost, and its memory stays as it is until recover().
       call.failure = std::current_exception();
       fail(call);
     }
-    if (!progress_siblings()) window.idle(ticket, spin);
-    idled = true;
+    if (progress_siblings()) idler.reset();
   }
 }
 

@@ -2,7 +2,6 @@
 #pragma once
 #include <chrono>
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -71,7 +70,7 @@ class Lane {
   std::shared_ptr<Context> context_;
   const int index_;
   uint64_t next_epoch_ = 1, first_epoch_ = 1;
-  std::deque<std::shared_ptr<Call>> calls_;
+  std::vector<std::shared_ptr<Call>> calls_;
   std::vector<std::shared_ptr<Call>> closing_;  ///< removed ones whose copy may not be used again yet
   std::vector<Lane*> siblings_;
 };

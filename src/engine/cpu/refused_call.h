@@ -8,9 +8,9 @@ namespace turnout::engine {
 class RefusedCall final : public Call {
  public:
   /// `before`: the call that used the copy last, if it is still closing.
-  RefusedCall(std::shared_ptr<Context> context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts,
+  RefusedCall(const std::shared_ptr<Context>& context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts,
               std::shared_ptr<const Call> before)
-      : Call(std::move(context), lane, epoch, first_epoch, facts), before_(std::move(before)) {
+      : Call(context, lane, epoch, first_epoch, facts), before_(std::move(before)) {
     refuse();
   }
   bool progress() override {

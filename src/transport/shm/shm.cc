@@ -62,8 +62,9 @@ class ShmWindow final : public Window {
     bell(peer).ring();
   }
   uint64_t read(int index) const override { return signal_at(rank_, index).load(std::memory_order_acquire); }
-  uint32_t ticket() const override { return bell(rank_).ticket(); }
-  void idle(uint32_t ticket, std::chrono::nanoseconds spin) override { bell(rank_).wait(ticket, spin); }
+  uint32_t arm() override { return bell(rank_).arm(); }
+  void sleep(uint32_t ticket) override { bell(rank_).sleep(ticket); }
+  void disarm() override { bell(rank_).disarm(); }
 
  private:
   std::byte* data(int peer) const { return memory_[static_cast<size_t>(peer)].map.data() + data_at_; }
