@@ -85,7 +85,8 @@ class Player {
   void be_refused(int lane) {
     const auto who = static_cast<int>(shared_.below(s_.num_ranks));
     const int at = static_cast<int>(any_of(s_.families));
-    const RunChoices run{.mode = shared_.one_of(kModes)};
+    RunChoices run;
+    run.mode = shared_.one_of(kModes);
     if (family(at).map != map_) return;
     const RankArguments arguments(family(at).variants[0], rank_, run);
     DispatchArgs args = arguments.dispatch;
