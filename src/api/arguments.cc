@@ -185,7 +185,10 @@ void check_dispatch(const engine::Context& context, const DispatchArgs& args) {
   check_device(config, "dispatch: topk_idx", args.topk_idx);
   check_device(config, "dispatch: topk_weights", args.topk_weights);
   check_device(config, "dispatch: out", args.out);
-  for (const TensorView& side : args.side) check_device(config, "dispatch: side", side);
+  for (size_t s = 0; s < args.side.size(); ++s) {
+    if (args.side[s].device == config.device) continue;
+    check_device(config, "dispatch: side[" + str(static_cast<int64_t>(s)) + "]", args.side[s]);
+  }
   check_matrix("dispatch: x", args.x);
   check_row_width("dispatch: x", args.x, config);
   check_alive(context, "dispatch: x", args.x);

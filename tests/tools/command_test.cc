@@ -62,7 +62,7 @@ TEST(Command, RefusesWhatIsNoCommand) {
   expect_refused("--loud", "--help");
   EXPECT_EQ(ask("--help").status, 0);
   EXPECT_EQ(ask("bench --help").status, 0);
-  EXPECT_EQ(ask("version").text, ask("--version").text);
+  EXPECT_EQ(ask("version").text.find(ask("--version").text), 0u);  // then the GPUs, or why none can be used
 }
 
 TEST(Command, LaunchRefuses) {
