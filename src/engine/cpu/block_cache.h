@@ -18,7 +18,7 @@ class BlockCache {
   static void deallocate(void* block) noexcept {
     Kept& k = kept();
     if (k.count < k.most) k.blocks[k.count++] = block;
-    else ::operator delete(block, kBytes);
+    else ::operator delete(block);
   }
 
  private:
@@ -27,7 +27,7 @@ class BlockCache {
     size_t count = 0, most = 4;
     ~Kept() {
       // What is freed after the thread's end goes back at once.
-      while (count > 0) ::operator delete(blocks[--count], kBytes);
+      while (count > 0) ::operator delete(blocks[--count]);
       most = 0;
     }
   };
@@ -50,7 +50,7 @@ struct CachedAllocator {
   T* allocate(size_t n) { return static_cast<T*>(n == 1 ? BlockCache<kBytes>::allocate() : ::operator new(n * sizeof(T))); }
   void deallocate(T* block, size_t n) noexcept {
     if (n == 1) BlockCache<kBytes>::deallocate(block);
-    else ::operator delete(block, n * sizeof(T));
+    else ::operator delete(block);
   }
   template <class U>
   bool operator==(const CachedAllocator<U>&) const {
