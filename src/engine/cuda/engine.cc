@@ -4,10 +4,10 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <set>
 #include <string>
 
 #include "core/routing.h"
+#include "engine/cuda/carver.h"
 #include "engine/cuda/kernels.h"
 #include "engine/cuda/sizes.h"
 #include "transport/device/driver.h"
@@ -43,23 +43,6 @@ std::shared_ptr<CUstream_st> new_stream(int device) {
 }
 
 namespace {
-
-/// Hands out parts of one allocation.
-class Carver {
- public:
-  explicit Carver(std::byte* base) : base_(base) {}
-  template <class T>
-  T* take(int64_t n) {
-    const size_t here = at_;
-    at_ = static_cast<size_t>(core::align_up(static_cast<int64_t>(at_ + static_cast<size_t>(n) * sizeof(T)), 256));
-    return base_ ? reinterpret_cast<T*>(base_ + here) : nullptr;
-  }
-  size_t num_bytes() const { return at_; }
-
- private:
-  std::byte* base_;
-  size_t at_ = 0;
-};
 
 core::ExpertMap map_of(const BufferConfig& config, int num_ranks) {
   return config.expert_to_rank.empty() ? core::ExpertMap::split(config.num_experts, num_ranks)
