@@ -1,0 +1,518 @@
+// A combine in low_latency mode: one kernel. A block takes a row that another rank sent, adds its experts' rows in k order, rounds,
+// and writes the partial sum in flagged words to staging of the source; then it takes tokens of its own and adds what comes back,
+// ranks ascending. A thread owns a unit of 24 channels from the first load to the last store; nothing goes through shared memory.
+// A warp finds the terms of its row itself. The last warp has no units: it keeps the books (masks, scalars, num_lost).
+#include "engine/cuda/device/chunk.cuh"
+#include "engine/cuda/kernels.h"
+#include "engine/cuda/low_latency/format.h"
+#include "engine/cuda/low_latency/start.cuh"
+
+namespace turnout::engine::cuda {
+namespace low_latency {
+namespace {
+
+constexpr int kUnit = PartialFormat::kUnit;
+constexpr int kThreads = 320 + 32;  // 299 units of a row of 7168, and the clerk
+
+__device__ __forceinline__ int num_unit_threads() { return num_threads() - 32; }
+__device__ __forceinline__ bool is_clerk() { return warp_id() == num_warps() - 1; }
+
+template <DType kType>
+inline constexpr int kElement = kType == DType::fp32 ? 4 : 2;
+/// 32-bit words of payload, and flagged words, of a unit.
+template <DType kType>
+inline constexpr int kPayload = kUnit * kElement<kType> / 4;
+template <DType kType>
+inline constexpr int kWords = kPayload<kType> / kWordPayload;
+
+struct Work {
+  const CombineArgs& a;
+  Call call;
+  PartialFormat f;
+  const int32_t* begins;       ///< [R + 1] received rows of each source
+  const int32_t* records;      ///< [R] where this rank's records begin in the staging of each source
+  const int32_t* sent;         ///< [R]
+  const int32_t* send_offset;  ///< [R + 1]
+};
+
+/// The terms of a received row, spread over the lanes of a warp: lane l holds entries l and l + 32.
+struct Terms {
+  uint64_t mask;  ///< the k's that are in the sum
+  int32_t row[2];
+  float weight[2];
+};
+__device__ __forceinline__ float weight_at(const CombineArgs& a, int64_t row) {
+  return a.weights_are_bf16 ? core::bf16_to_float(static_cast<const uint16_t*>(a.weights)[row]) : static_cast<const float*>(a.weights)[row];
+}
+__device__ __forceinline__ Terms terms_of(const CombineArgs& a, int n) {
+  Terms t{};
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    if (h * 32 >= a.num_topk) break;
+    const int k = h * 32 + lane_id();
+    const int64_t i = static_cast<int64_t>(n) * a.num_topk + k;
+    int at = -1;
+    if (k < a.num_topk) at = a.layout == Layout::rank_major ? (a.routing.recv_idx[i] >= 0 ? n : -1) : a.routing.position[i];
+    t.row[h] = at;
+    if (at >= 0 && a.apply == CombineWeights::source) t.weight[h] = a.routing.recv_weights[i];
+    if (at >= 0 && a.apply == CombineWeights::rows) t.weight[h] = weight_at(a, at);
+    t.mask |= static_cast<uint64_t>(__ballot_sync(kFull, at >= 0)) << (h * 32);
+  }
+  return t;
+}
+
+/// Any 16 bytes, as many as there are; slow.
+__device__ __forceinline__ uint4 load_loose(const std::byte* p, int64_t n) {
+  uint32_t w[4] = {};
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+#pragma unroll 1
+    for (int i = 0; i < 4 && j * 4 + i < n; ++i) w[j] |= static_cast<uint32_t>(reinterpret_cast<const volatile unsigned char*>(p)[j * 4 + i]) << (i * 8);
+  }
+  return {w[0], w[1], w[2], w[3]};
+}
+__device__ __forceinline__ void store_loose(std::byte* p, uint4 v, int64_t n) {
+  const uint32_t w[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+#pragma unroll 1
+    for (int i = 0; i < 4 && j * 4 + i < n; ++i) p[j * 4 + i] = static_cast<std::byte>(w[j] >> (i * 8));
+  }
+}
+
+/// Value i of a packed unit.
+template <DType kType>
+__device__ __forceinline__ float value_of(const uint32_t* packed, int i) {
+  if constexpr (kType == DType::fp32) return __uint_as_float(packed[i]);
+  else if constexpr (kType == DType::bf16) return __uint_as_float(i % 2 ? packed[i / 2] & 0xffff0000 : packed[i / 2] << 16);
+  else return from_fp16(packed[i / 2] >> (i % 2 * 16) & 0xffff);
+}
+
+/// Where the three chunks of a unit are in a row, in bytes, and how many bytes of each there are.
+struct Place {
+  int32_t at[3], left[3];
+};
+template <DType kType>
+__device__ __forceinline__ Place place_of(const CombineArgs& a, int unit, int units, bool active) {
+  Place p;
+#pragma unroll
+  for (int j = 0; j < 3; ++j) {
+    p.at[j] = (unit + j * units) * kChunk * kElement<kType>;
+    p.left[j] = active ? static_cast<int32_t>(a.hidden) * kElement<kType> - p.at[j] : 0;
+  }
+  return p;
+}
+
+/// A unit of a row of y, as it is in memory.
+template <DType kType, bool kFast>
+__device__ __forceinline__ void load_unit(bool wanted, const std::byte* y, const Place& place, uint32_t* packed) {
+  constexpr int kLoads = kElement<kType> / 2;  // 16 bytes each, of a chunk
+#pragma unroll
+  for (int j = 0; j < 3; ++j) {
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const std::byte* p = y + place.at[j] + i * 16;
+      uint4 v{};
+      if constexpr (kFast) {
+        v = load_stream_if(wanted && place.left[j] > 0, reinterpret_cast<const uint4*>(p));
+      } else {
+        if (wanted && place.left[j] > i * 16) v = load_loose(p, place.left[j] - i * 16);
+      }
+      uint32_t* to = packed + (j * kLoads + i) * 4;
+      to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+    }
+  }
+}
+
+/// Rounds a unit to the type of the wire and of the result; NaN is canonical.
+template <DType kType>
+__device__ __forceinline__ void round_unit(const float* sum, uint32_t* out) {
+  if constexpr (kType == DType::fp32) {
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) out[i] = core::bits_of(core::canonical(sum[i]));
+  } else {
+    uint32_t nan = 0;
+#pragma unroll
+    for (int i = 0; i < kUnit / 2; ++i) {
+      out[i] = kType == DType::bf16 ? to_bf16(sum[2 * i], sum[2 * i + 1]) : to_fp16(sum[2 * i], sum[2 * i + 1]);
+      nan |= (out[i] & 0x7fff7fff) + 0x00010001;  // the instruction's NaN is all ones, and nothing else is
+    }
+    if (nan & 0x80008000) {
+      constexpr uint32_t kNan = kType == DType::bf16 ? core::kNanBf16 : core::kNanFp16;
+#pragma unroll
+      for (int i = 0; i < kUnit / 2; ++i) {
+        if ((out[i] & 0x7fff) == 0x7fff) out[i] = (out[i] & 0xffff0000) | kNan;
+        if ((out[i] >> 16 & 0x7fff) == 0x7fff) out[i] = (out[i] & 0xffff) | kNan << 16;
+      }
+    }
+  }
+}
+/// Sum of the terms of a row, a unit of it, rounded. The whole warp calls it. All loads of a batch come before their first use.
+/// -0 + x is x for every x, so a sum may start there.
+template <DType kType, bool kFast>
+__device__ __forceinline__ void sum_terms(const Work& w, const Terms& t, const Place& place, uint32_t* out) {
+  constexpr int kBatch = !kFast ? 1 : kType == DType::fp32 ? 3 : 7;
+  const CombineArgs& a = w.a;
+  const bool weighted = a.apply != CombineWeights::none;
+  float sum[kUnit];
+#pragma unroll
+  for (int i = 0; i < kUnit; ++i) sum[i] = -0.0f;
+  // A row of rank_major is its rank's partial already.
+  uint64_t left = a.layout == Layout::rank_major ? t.mask & (~t.mask + 1) : t.mask;
+  while (left) {
+    uint32_t raw[kBatch][kPayload<kType>];
+    uint64_t rest = left;
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int k = rest ? __ffsll(static_cast<long long>(rest)) - 1 : 0;
+      const int64_t row = __shfl_sync(kFull, k < 32 ? t.row[0] : t.row[1], k % 32);
+      load_unit<kType, kFast>(rest != 0, a.y + row * a.y_stride, place, raw[j]);
+      rest &= rest - 1;
+    }
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (!left) continue;
+      const int k = __ffsll(static_cast<long long>(left)) - 1;
+      left &= left - 1;
+      if (weighted) {
+        const float weight = __shfl_sync(kFull, k < 32 ? t.weight[0] : t.weight[1], k % 32);
+#pragma unroll
+        for (int i = 0; i < kUnit; ++i) sum[i] += value_of<kType>(raw[j], i) * weight;
+      } else {
+#pragma unroll
+        for (int i = 0; i < kUnit; ++i) sum[i] += value_of<kType>(raw[j], i);
+      }
+    }
+  }
+  round_unit<kType>(sum, out);
+}
+
+/// The scalar of entry `k` of received row `n`, where there is one.
+__device__ __forceinline__ float scalar_of(const CombineArgs& a, const Terms& t, int n, int h) {
+  const int k = h * 32 + lane_id();
+  if (k >= a.num_topk || t.row[h] < 0) return 0.0f;
+  return a.layout == Layout::rank_major ? a.side[static_cast<int64_t>(n) * a.num_topk + k] : a.side[t.row[h]];
+}
+
+/// The mask of a partial sum, and its scalars. One warp.
+__device__ __forceinline__ void send_books(const Work& w, const Terms& t, int n, uint4* to) {
+  const CombineArgs& a = w.a;
+  if (lane_id() == 0) store_word(to + w.f.mask, uint4{static_cast<uint32_t>(t.mask), static_cast<uint32_t>(t.mask >> 32), 0, w.call.epoch});
+  if (!a.side) return;
+  const float low = scalar_of(a, t, n, 0), high = scalar_of(a, t, n, 1);
+  for (int first = 0; first < a.num_topk; first += kWordPayload) {
+    uint32_t p[kWordPayload];
+    for (int x = 0; x < kWordPayload; ++x) {
+      const int k = first + x;
+      p[x] = __float_as_uint(__shfl_sync(kFull, k < 32 ? low : high, k % 32));
+    }
+    if (lane_id() == 0) store_word(to + w.f.mask + 1 + first / kWordPayload, uint4{p[0], p[1], p[2], w.call.epoch});
+  }
+}
+
+/// The partial sum of received row `i` of `source` to it. The whole block calls it.
+template <DType kType, bool kFast>
+__device__ __forceinline__ void send_partial(const Work& w, int source, int i) {
+  const CombineArgs& a = w.a;
+  const Common& c = a.common;
+  const int n = w.begins[source] + i;
+  const Terms t = terms_of(a, n);
+  auto* to = reinterpret_cast<uint4*>(c.team.base[source] + c.arena.ll_combine_at(c.lane, w.call.copy, 0, w.records[source] + i));
+  if (is_clerk()) {
+    send_books(w, t, n, to);
+    return;
+  }
+  if (t.mask == 0) return;  // all of it was dropped: the mask says so
+  for (int base = warp_id() * 32; base < w.f.units; base += num_unit_threads()) {
+    const int unit = base + lane_id();
+    uint32_t p[kPayload<kType>];
+    sum_terms<kType, kFast>(w, t, place_of<kType>(a, unit, w.f.units, unit < w.f.units), p);
+    if (unit >= w.f.units) continue;
+#pragma unroll
+    for (int j = 0; j < kWords<kType>; ++j) store_word(to + j * w.f.units + unit, uint4{p[3 * j], p[3 * j + 1], p[3 * j + 2], w.call.epoch});
+  }
+}
+
+/// What worker `worker` owes to other ranks.
+template <DType kType, bool kFast>
+__device__ __forceinline__ void send_partials(const Work& w, int worker) {
+  const int ranks = w.a.common.team.num_ranks, me = w.a.common.team.rank;
+  int first = 0;
+  for (int s = (me + 1) % ranks, n = worker; s != me;) {
+    const int rows = w.begins[s + 1] - w.begins[s];
+    if (n - first >= rows) {
+      first += rows;
+      s = (s + 1) % ranks;
+      continue;
+    }
+    send_partial<kType, kFast>(w, s, n - first);
+    n += num_workers();
+  }
+}
+
+/// Where the parts of a token are: lane l holds rank and place of entries l and l + 32, if they are the first of their rank.
+struct Parts {
+  int32_t rank[2], at[2], asked;
+};
+__device__ __forceinline__ Parts parts_of(const Work& w, int64_t token) {
+  const CombineArgs& a = w.a;
+  Parts p{{-1, -1}, {-1, -1}, 0};
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    if (h * 32 >= a.num_topk) break;
+    const int k = h * 32 + lane_id();
+    int dest = -1, at = -1;
+    if (k < a.num_topk) dest = a.routing.dest[token * a.num_topk + k], at = a.routing.send_index[token * a.num_topk + k];
+    if (dest >= 0) p.asked |= 1 << h;
+    if (at >= 0 && at < w.sent[dest]) p.rank[h] = dest, p.at[h] = at;
+  }
+  return p;
+}
+/// The part of the lowest rank above `after`; -1: no more.
+__device__ __forceinline__ int next_part(const Parts& p, int after, int* at) {
+  unsigned best = kFull;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    if (p.rank[h] > after && static_cast<unsigned>(p.rank[h]) < best) best = static_cast<unsigned>(p.rank[h]);
+  }
+  best = __reduce_min_sync(kFull, best);
+  if (best == kFull) return -1;
+  const auto rank = static_cast<int>(best);
+  const unsigned low = __ballot_sync(kFull, p.rank[0] == rank), high = __ballot_sync(kFull, p.rank[1] == rank);
+  *at = low ? __shfl_sync(kFull, p.at[0], __ffs(low) - 1) : __shfl_sync(kFull, p.at[1], __ffs(high) - 1);
+  return rank;
+}
+
+/// Waits for a unit of a partial sum and for its mask. Where the mask is 0 nothing else comes.
+template <DType kType>
+__device__ __forceinline__ bool receive_unit(const Work& w, int rank, const uint4* from, int unit, bool active, uint64_t* mask, uint32_t* out) {
+  const uint32_t epoch = w.call.epoch;
+  uint4 words[kWords<kType>], m{};
+  const int mine = active ? unit : 0;
+  const bool good = wait_until(
+      w.a.common, Phase::low_latency_partials, rank, epoch, true,
+      [&] {
+        m = load_word(from + w.f.mask);
+        bool all = true;
+#pragma unroll
+        for (int j = 0; j < kWords<kType>; ++j) words[j] = load_word(from + j * w.f.units + mine);
+#pragma unroll
+        for (int j = 0; j < kWords<kType>; ++j) all = all && words[j].w == epoch;
+        return m.w == epoch && (all || (m.x | m.y) == 0);
+      },
+      [&] { return m.w != epoch ? m.w : words[0].w; });
+  *mask = m.x | static_cast<uint64_t>(m.y) << 32;
+#pragma unroll
+  for (int j = 0; j < kWords<kType>; ++j) out[3 * j] = words[j].x, out[3 * j + 1] = words[j].y, out[3 * j + 2] = words[j].z;
+  return good;
+}
+
+template <DType kType, bool kFast>
+__device__ __forceinline__ void store_unit(std::byte* out, const Place& place, const uint32_t* p) {
+  constexpr int kStores = kElement<kType> / 2;
+#pragma unroll
+  for (int j = 0; j < 3; ++j) {
+#pragma unroll
+    for (int i = 0; i < kStores; ++i) {
+      const int32_t left = place.left[j] - i * 16;
+      std::byte* to = out + place.at[j] + i * 16;
+      const uint32_t* q = p + (j * kStores + i) * 4;
+      const uint4 v{q[0], q[1], q[2], q[3]};
+      if (left <= 0) continue;
+      if constexpr (kFast) store_stream(reinterpret_cast<uint4*>(to), v);
+      else store_loose(to, v, left);
+    }
+  }
+}
+
+/// Scalars of a part for the lanes that hold their k. The whole warp calls it.
+__device__ __forceinline__ bool receive_scalars(const Work& w, int rank, const uint4* from, uint64_t mask, float* scalar) {
+  bool good = true;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int k = h * 32 + lane_id();
+    if (k >= w.a.num_topk || !(mask >> k & 1)) continue;
+    uint4 word;
+    good = good && wait_word(w.a.common, Phase::low_latency_partials, rank, w.call.epoch, true, from + w.f.mask + 1 + k / kWordPayload, &word);
+    scalar[h] = __uint_as_float(k % kWordPayload == 0 ? word.x : k % kWordPayload == 1 ? word.y : word.z);
+  }
+  return good;
+}
+
+/// Place of a token's row that stays on this rank, -1: none. The whole warp calls it.
+__device__ __forceinline__ int own_place(const Work& w, const Parts& parts) {
+  int at = -1;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const unsigned holder = __ballot_sync(kFull, parts.rank[h] == w.a.common.team.rank);
+    if (holder) at = __shfl_sync(kFull, parts.at[h], __ffs(holder) - 1);
+  }
+  return at < 0 ? -1 : w.begins[w.a.common.team.rank] + at;
+}
+__device__ __forceinline__ const uint4* staged(const Work& w, int rank, int at) {
+  const Common& c = w.a.common;
+  return reinterpret_cast<const uint4*>(c.team.base[c.team.rank] + c.arena.ll_combine_at(c.lane, w.call.copy, 0, w.send_offset[rank] + at));
+}
+
+/// Adds up a token: what the unit warps do. False for a thread that gave up.
+template <DType kType, bool kFast>
+__device__ __forceinline__ bool add_token(const Work& w, int64_t token) {
+  const CombineArgs& a = w.a;
+  const int me = a.common.team.rank;
+  const Parts parts = parts_of(w, token);
+  const int own_row = own_place(w, parts);
+  const Terms own = own_row >= 0 ? terms_of(a, own_row) : Terms{0, {-1, -1}, {}};
+  for (int base = warp_id() * 32; base < w.f.units; base += num_unit_threads()) {
+    const int unit = base + lane_id();
+    const bool active = unit < w.f.units;
+    const Place place = place_of<kType>(a, unit, w.f.units, active);
+    uint32_t mine[kPayload<kType>], part[kPayload<kType>];
+    if (own.mask) sum_terms<kType, kFast>(w, own, place, mine);
+    float sum[kUnit];
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) sum[i] = -0.0f;
+    bool some = false;
+    for (int rank = -1, at = 0; (rank = next_part(parts, rank, &at)) >= 0;) {
+      uint64_t mask = own.mask;
+      if (rank != me && !__all_sync(kFull, receive_unit<kType>(w, rank, staged(w, rank, at), unit, active, &mask, part))) return false;
+      if (!mask) continue;
+      some = true;
+#pragma unroll
+      for (int i = 0; i < kUnit; ++i) sum[i] += value_of<kType>(rank == me ? mine : part, i);
+    }
+    if (!some) {
+#pragma unroll
+      for (int i = 0; i < kUnit; ++i) sum[i] = 0.0f;
+    }
+    round_unit<kType>(sum, part);
+    store_unit<kType, kFast>(a.out + token * a.out_stride, place, part);
+  }
+  return true;
+}
+
+/// The books of a token: what was lost of it, and its scalars. What the clerk does. False for a thread that gave up.
+__device__ __forceinline__ bool keep_books(const Work& w, int64_t token) {
+  const CombineArgs& a = w.a;
+  const int me = a.common.team.rank;
+  const Parts parts = parts_of(w, token);
+  const int own_row = own_place(w, parts);
+  const Terms own = own_row >= 0 ? terms_of(a, own_row) : Terms{0, {-1, -1}, {}};
+  uint64_t present = own.mask;
+  float scalar[2] = {0.0f, 0.0f};
+  if (a.side && own_row >= 0) scalar[0] = scalar_of(a, own, own_row, 0), scalar[1] = scalar_of(a, own, own_row, 1);
+  for (int rank = -1, at = 0; (rank = next_part(parts, rank, &at)) >= 0;) {
+    if (rank == me) continue;
+    const uint4* from = staged(w, rank, at);
+    uint4 word;
+    bool good = wait_word(a.common, Phase::low_latency_partials, rank, w.call.epoch, true, from + w.f.mask, &word);
+    const uint64_t mask = word.x | static_cast<uint64_t>(word.y) << 32;
+    if (good && a.side) good = receive_scalars(w, rank, from, mask, scalar);
+    if (!__all_sync(kFull, good)) return false;
+    present |= mask;
+  }
+  int lost = 0;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int k = h * 32 + lane_id();
+    lost += __popc(__ballot_sync(kFull, (parts.asked >> h & 1) && !(present >> k & 1)));
+    if (a.out_side && k < a.num_topk) a.out_side[token * a.num_topk + k] = scalar[h];
+  }
+  if (lane_id() == 0) a.num_lost[token] = lost;
+  return true;
+}
+
+/// What a failed call leaves: NaN, or 0 for scalars.
+__device__ void poison(const CombineArgs& a, int worker) {
+  for (int64_t t = worker; t < a.num_tokens; t += num_workers()) {
+    for (int64_t i = thread(); i < a.hidden; i += num_threads()) store_value(a.dtype, a.out + t * a.out_stride, i, NAN);
+    if (thread() == 0) a.num_lost[t] = 0;
+    for (int k = thread(); a.out_side && k < a.num_topk; k += num_threads()) a.out_side[t * a.num_topk + k] = 0.0f;
+  }
+}
+
+template <DType kType, bool kFast>
+__global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_constant__ CombineArgs a) {
+  __shared__ int32_t begins[kMaxRanks + 1], records[kMaxRanks], sent[kMaxRanks], send_offset[kMaxRanks + 1];
+  __shared__ FactWords facts;
+  const Common& c = a.common;
+  const int ranks = c.team.num_ranks, worker = worker_of(block());
+  for (int s = thread(); s <= ranks; s += num_threads()) {
+    begins[s] = a.routing.recv_begin[s];
+    send_offset[s] = a.routing.send_offset[s];
+    if (s < ranks) records[s] = a.routing.record_begin[s], sent[s] = a.routing.sent[s];
+  }
+  const Call call = call_of(c);
+  const bool over = is_over(c, call);
+  clear_next_tickets(c, call);
+  mark_started(c, call.epoch);
+  bool good = !__syncthreads_or(over);
+  if (good) {
+    const Work w{a, call, PartialFormat::of(a.hidden, kElement<kType>, a.num_topk, a.side != nullptr), begins, records, sent, send_offset};
+    send_for_all(c, call.epoch, [&](int b) {
+      if (b == 0) {
+        if (thread() == 0) fill_facts(c, call.epoch, false, 0, &facts);
+        __syncthreads();
+        send_header(c, call, HeaderInts::kRows, [&](int, int i) { return facts.words[i]; });
+      }
+      if (worker_of(b) >= 0) send_partials<kType, kFast>(w, worker_of(b));
+    });
+    for (int s = thread(); good && s < ranks; s += num_threads()) good = agrees(c, call, s);
+    if (worker >= 0) {
+      for (int64_t t = worker; good && t < a.num_tokens; t += num_workers()) good = is_clerk() ? keep_books(w, t) : add_token<kType, kFast>(w, t);
+    }
+    if (block() == 0) good = receive_headers(c, call, HeaderInts::kRows, &facts, [](int, int, uint32_t) {}) && good;
+    good = __syncthreads_and(good);
+  }
+  if (!good && worker >= 0) poison(a, worker);
+  __syncthreads();
+  if (c.last_of_send) advance_epoch(c, call.epoch);
+}
+
+template <DType kType>
+cudaError_t launch(const CombineArgs& a, int blocks, cudaStream_t stream) {
+  const auto bits = reinterpret_cast<uintptr_t>(a.y) | reinterpret_cast<uintptr_t>(a.out) | static_cast<uintptr_t>(a.y_stride) | static_cast<uintptr_t>(a.out_stride);
+  const int units = PartialFormat::of(a.hidden, kElement<kType>, a.num_topk, false).units;
+  const int wanted = static_cast<int>(core::align_up(units, 32)) + 32;
+  const int threads = wanted < 128 ? 128 : wanted > kThreads ? kThreads : wanted;
+  if (bits % 16 == 0 && a.hidden % kChunk == 0) combine_kernel<kType, true><<<blocks, threads, 0, stream>>>(a);
+  else combine_kernel<kType, false><<<blocks, threads, 0, stream>>>(a);
+  return cudaGetLastError();
+}
+template <DType kType>
+cudaError_t load() {
+  cudaFuncAttributes unused;
+  const cudaError_t bad = cudaFuncGetAttributes(&unused, combine_kernel<kType, true>);
+  return bad ? bad : cudaFuncGetAttributes(&unused, combine_kernel<kType, false>);
+}
+
+}  // namespace
+}  // namespace low_latency
+
+bool can_ll_combine(const CombineArgs& a) {
+  const Arena& arena = a.common.arena;
+  const bool type = a.dtype == DType::bf16 || a.dtype == DType::fp16 || a.dtype == DType::fp32;
+  if (!type || a.wire != Wire::payload || a.node_of_rank || arena.ll_tokens == 0 || a.num_tokens > arena.ll_tokens) return false;
+  const PartialFormat f = PartialFormat::of(a.hidden, static_cast<int>(size_of(a.dtype)), a.num_topk, a.side != nullptr);
+  const int parts = a.num_topk < a.common.team.num_ranks ? a.num_topk : a.common.team.num_ranks;
+  return static_cast<size_t>(f.num_words) * 16 <= arena.ll_combine_row && parts <= arena.ll_combine_copies;
+}
+
+int ll_combine_blocks(const CombineArgs& a, int num_sms) {
+  const int64_t most = a.common.arena.ll_tokens + 1;
+  return static_cast<int>(most < num_sms ? most : num_sms);
+}
+
+cudaError_t launch_ll_combine(const CombineArgs& a, int blocks, cudaStream_t stream) {
+  if (a.dtype == DType::bf16) return low_latency::launch<DType::bf16>(a, blocks, stream);
+  if (a.dtype == DType::fp16) return low_latency::launch<DType::fp16>(a, blocks, stream);
+  return low_latency::launch<DType::fp32>(a, blocks, stream);
+}
+
+cudaError_t prepare_ll_combine() {
+  for (const cudaError_t bad : {low_latency::load<DType::bf16>(), low_latency::load<DType::fp16>(), low_latency::load<DType::fp32>()}) {
+    if (bad) return bad;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace turnout::engine::cuda
