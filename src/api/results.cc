@@ -46,18 +46,21 @@ struct Shape {
   }
 };
 
+/// Drives a call to its end and takes what it brought.
+template <class AnyCall>
+auto outcome_of(engine::Lane& lane, AnyCall& call) {
+  std::lock_guard lock(lane.mutex);
+  lane.drive(call, engine::Lane::Until::done);
+  lane.remove(&call);
+  return call.take();
+}
+
 }  // namespace
 
 DispatchResult BufferImpl::finish_dispatch(PendingImpl& pending) {
+  if (pending.device) return finish_dispatch_on_device(pending);
   const std::shared_ptr<engine::DispatchCall> call = pending.dispatch;
-  engine::DispatchOutcome outcome;
-  {
-    engine::Lane& l = lane(pending.lane);
-    std::lock_guard lock(l.mutex);
-    l.drive(*call, engine::Lane::Until::done);
-    l.remove(call.get());
-    outcome = call->take();
-  }
+  engine::DispatchOutcome outcome = outcome_of(lane(pending.lane), *call);
   const DispatchArgs& args = call->args();
   const Routing& r = *outcome.routing;
   auto memory = std::make_shared<Memory>();
@@ -104,15 +107,9 @@ DispatchResult BufferImpl::finish_dispatch(PendingImpl& pending) {
 }
 
 CombineResult BufferImpl::finish_combine(PendingImpl& pending) {
+  if (pending.device) return finish_combine_on_device(pending);
   const std::shared_ptr<engine::CombineCall> call = pending.combine;
-  engine::CombineOutcome outcome;
-  {
-    engine::Lane& l = lane(pending.lane);
-    std::lock_guard lock(l.mutex);
-    l.drive(*call, engine::Lane::Until::done);
-    l.remove(call.get());
-    outcome = call->take();
-  }
+  engine::CombineOutcome outcome = outcome_of(lane(pending.lane), *call);
   const CombineArgs& args = call->args();
   const Routing& r = call->routing();
   auto memory = std::make_shared<Memory>();
@@ -144,8 +141,8 @@ void BufferImpl::drop(PendingImpl& pending) noexcept {
   pending.waited = true;
   try {
     if (context_->closed.load(std::memory_order_acquire)) return;
-    if (pending.dispatch) finish_dispatch(pending);
-    if (pending.combine) finish_combine(pending);
+    if (pending.dispatch || (pending.device && pending.dispatch_args.x.defined())) finish_dispatch(pending);
+    if (pending.combine || (pending.device && pending.combine_args.y.defined())) finish_combine(pending);
   } catch (...) {
     // Nobody asks for this call's result, and the Buffer keeps its abort for the next one.
   }
@@ -177,6 +174,10 @@ Result Pending<Result>::wait() {
 
 template <class Result>
 TensorView Pending<Result>::arrived() const {
+  if (impl_ && impl_->device) {
+    int64_t* counters = impl_->device->arrived();
+    return counters ? TensorView::dense(counters, DType::i64, {impl_->buffer->context()->num_ranks}, impl_->buffer->context()->config.device) : TensorView();
+  }
   if (!impl_ || !impl_->dispatch) return {};
   return TensorView::dense(impl_->dispatch->arrived(), DType::i64, {impl_->buffer->context()->num_ranks});
 }

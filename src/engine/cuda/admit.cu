@@ -30,8 +30,9 @@ struct Received {  // ids, positions and weights as the sources put them into th
 };
 __device__ __forceinline__ Received received(const DispatchArgs& a) {
   const std::byte* block = a.common.team.base[a.common.team.rank] + a.block;
-  return {reinterpret_cast<const int32_t*>(block + a.offsets.idx), reinterpret_cast<const int32_t*>(block + a.offsets.pair),
-          reinterpret_cast<const float*>(block + a.offsets.weights)};
+  const BlockOffsets offsets = block_offsets(a, a.block_rows);
+  return {reinterpret_cast<const int32_t*>(block + offsets.idx), reinterpret_cast<const int32_t*>(block + offsets.pair),
+          reinterpret_cast<const float*>(block + offsets.weights)};
 }
 
 __device__ bool wait_meta(const DispatchArgs& a, Call call) {

@@ -20,22 +20,25 @@ struct Team {
 };
 
 /// Where a wait stood when it gave up; in host-visible memory, written once (kState last).
-struct WaitRecord {
+struct DeviceRecord {
   /// 0: none; 1: a wait expired, the Buffer is aborted; else one call failed on all ranks: 2: ranks disagree about facts, 3: a rank
   /// refused, 4: an id is out of range (value) at token `expected`, entry k.
   uint64_t state = 0;
-  int32_t peer = -1, lane = 0, phase = 0, k = 0;
+  int32_t finder = -1, peer = -1, lane = 0, call = 0, phase = 0, k = 0;
   int64_t epoch = 0, expected = 0, seen = 0, value = 0;
 };
 
-/// Phases of a call, for WaitRecord::phase; text in engine.cc.
+/// In the page of the arena's status word: why whoever gave up did so.
+inline constexpr size_t kAbortRecordOffset = 128;
+
+/// Phases of a call, for DeviceRecord::phase; text in engine.cc.
 enum class Phase : int32_t { counts = 1, offer, meta, rows, partials, local_blocks, low_latency_rows, low_latency_partials };
 
 /// Host memory that the device reads and writes (pinned and mapped), one per Buffer.
 struct HostWords {
   uint64_t abort = 0;  ///< set by the host: stop waiting (a process died, another rank aborted)
   uint64_t status = 0; ///< set by kernels once the Buffer is aborted: what user code and check() look at
-  WaitRecord record;
+  DeviceRecord record;
 };
 
 /// Per Buffer, in this GPU's memory. Words that kernels read when they start, so that no argument changes between replays.
@@ -124,13 +127,12 @@ struct SideArray {
   int64_t src_stride = 0;
   std::byte* out = nullptr;        ///< rows of the result, `bytes` apart
   int32_t bytes = 0;
-  int32_t block_offset_128 = 0;    ///< in the receive block, in units of 128 bytes
 };
 inline constexpr int kMaxSide = 16;
 
-/// Offsets in a receive block of N rows: rows of x (x_stride apart), scales, side arrays, then three [N, K] arrays.
+/// Offsets in a receive block of some number of rows: rows of x (from 0 on), scales, side arrays, then three [N, K] arrays.
 struct BlockOffsets {
-  size_t x = 0, scales = 0, idx = 0, weights = 0, pair = 0, num_bytes = 0;
+  int64_t scales = 0, side = 0, idx = 0, weights = 0, pair = 0, num_bytes = 0;
 };
 
 struct DispatchArgs {
@@ -152,11 +154,11 @@ struct DispatchArgs {
   // Rows: what one consists of, after quantisation, in bytes.
   int64_t x_bytes = 0, scale_bytes = 0, x_block_stride = 0;
 
-  // The block that peers write, `block_rows` rows, at `block` of the own arena. Every rank's block has the same format.
+  // The block that peers write, `block_rows` rows, at `block` of the own arena. Exact size: ranks differ in their rows, and so in
+  // the offsets of what lies behind x: whoever writes takes them from the rows that were offered (block_offsets).
   size_t block = 0;
   int64_t block_rows = 0;
   int64_t first_row = 0;  ///< exact, in rounds: rows of a destination before this one went in earlier rounds
-  BlockOffsets offsets;
 
   // The result. Straight: rank_major rows stay where they landed (a lease).
   bool straight = false;
@@ -178,6 +180,30 @@ struct DispatchArgs {
   uint32_t* flags = nullptr;        ///< [kMaxChunks + kNumFlags] local signals: epochs
   int64_t* counts_for_host = nullptr;  ///< exact: mapped [R * R + max_local + 2], the last word is the epoch
 };
+
+/// Offsets in a block of `rows` rows.
+TURNOUT_HOST_DEVICE constexpr BlockOffsets block_offsets(const DispatchArgs& a, int64_t rows) {
+  BlockOffsets o;
+  o.scales = core::align_up(rows * a.x_block_stride, 128);
+  o.side = core::align_up(o.scales + rows * a.scale_bytes, 128);
+  int64_t at = o.side;
+  for (int s = 0; s < a.num_side; ++s) at = core::align_up(at + rows * a.side[s].bytes, 128);
+  o.idx = o.weights = o.pair = at;
+  if (!a.cached) {
+    o.weights = core::align_up(o.idx + rows * a.num_topk * 4, 128);
+    o.pair = core::align_up(o.weights + (a.has_weights ? rows * a.num_topk * 4 : 0), 128);
+    at = core::align_up(o.pair + rows * a.num_topk * 4, 128);
+  }
+  o.num_bytes = at;
+  return o;
+}
+/// Where side array `s` begins.
+TURNOUT_HOST_DEVICE constexpr int64_t side_offset(const DispatchArgs& a, const BlockOffsets& o, int64_t rows, int s) {
+  int64_t at = o.side;
+  for (int i = 0; i < s; ++i) at = core::align_up(at + rows * a.side[i].bytes, 128);
+  return at;
+}
+
 /// Tokens are counted in at most so many chunks.
 inline constexpr int kMaxChunks = 64;
 /// Local signals after the chunks' own (in DispatchArgs::flags).

@@ -113,5 +113,7 @@ struct Offer {
   uint32_t rows;      ///< the block has room for so many
   uint32_t channels;  ///< blocks of the sender that will announce their rows one by one (rank_major, straight to the lease)
 };
+/// Offer::rows of a rank that refused the call after its header.
+inline constexpr uint32_t kRefusedOffer = 0xffffffffu;
 
 }  // namespace turnout::engine::cuda

@@ -54,7 +54,7 @@ __device__ void count_chunk(const DispatchArgs& a, const Shared& s, int chunk, u
     const int id = checked_id(a, i, &bad);
     if (bad) {
       bad = false;
-      WaitRecord r{};
+      DeviceRecord r{};
       r.state = 4;
       r.peer = a.common.team.rank;
       r.epoch = epoch;
@@ -244,10 +244,11 @@ __device__ void send_meta(const DispatchArgs& a, const Offer* offers, int chunk,
       const int64_t row = static_cast<int64_t>(a.routing.send_begin[d]) + at - a.first_row;
       if (row < 0 || row >= offers[d].rows) continue;
       std::byte* block = offered_block(c, d, offers[d]);
+      const BlockOffsets offsets = block_offsets(a, offers[d].rows);
       const int64_t slot = row * topk + (i - first);
-      reinterpret_cast<int32_t*>(block + a.offsets.idx)[slot] = owner == d ? c.experts->local[id] : -1;
-      reinterpret_cast<int32_t*>(block + a.offsets.pair)[slot] = a.routing.pair_index[i];
-      if (a.has_weights) reinterpret_cast<float*>(block + a.offsets.weights)[slot] = owner == d ? a.routing.topk_weights[i] : 0.0f;
+      reinterpret_cast<int32_t*>(block + offsets.idx)[slot] = owner == d ? c.experts->local[id] : -1;
+      reinterpret_cast<int32_t*>(block + offsets.pair)[slot] = a.routing.pair_index[i];
+      if (a.has_weights) reinterpret_cast<float*>(block + offsets.weights)[slot] = owner == d ? a.routing.topk_weights[i] : 0.0f;
     }
   }
   __syncthreads();
@@ -270,11 +271,11 @@ __global__ void __launch_bounds__(kThreads, 1) plan_kernel(const __grid_constant
   __shared__ int mine[kMaxChunks], num_mine, ticket;
   const Common& c = a.common;
   const Call call = call_of(c);
+  clear_next_tickets(c, call);
   if (is_over(c, call)) return;
   const int columns = c.team.num_ranks + c.experts->num_experts;
   const Shared s{memory, memory + columns, memory + columns + num_groups * columns, memory + columns + num_groups * columns + kPairs};
   const int chunks = num_chunks(a.num_tokens);
-  clear_next_tickets(c, call);
   if (threadIdx.x == 0) num_mine = 0;
   for (;;) {
     __syncthreads();
@@ -344,7 +345,10 @@ __global__ void __launch_bounds__(128, 1) hello_kernel(const __grid_constant__ C
   if (threadIdx.x == 0) fill_facts(c, call.epoch, refused, 0, &facts);
   __syncthreads();
   send_header(c, call, HeaderInts::kRows, [&](int, int i) { return facts.words[i]; });
-  if (!refused) {
+  if (refused) {
+    // A peer that has had a header of this call already (exact size) sees it in the offer.
+    for (int d = static_cast<int>(threadIdx.x); d < c.team.num_ranks; d += static_cast<int>(blockDim.x)) send_offer(c, call, d, 0, kRefusedOffer, 0);
+  } else {
     for (int d = static_cast<int>(threadIdx.x); d < c.team.num_ranks; d += static_cast<int>(blockDim.x)) send_offer(c, call, d, block, block_rows, channels);
     receive_headers(c, call, HeaderInts::kRows, &facts, [](int, int, uint32_t) {});
   }
