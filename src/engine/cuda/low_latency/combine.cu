@@ -44,19 +44,26 @@ struct Terms {
 __device__ __forceinline__ float weight_at(const CombineArgs& a, int64_t row) {
   return a.weights_are_bf16 ? core::bf16_to_float(static_cast<const uint16_t*>(a.weights)[row]) : static_cast<const float*>(a.weights)[row];
 }
-__device__ __forceinline__ Terms terms_of(const CombineArgs& a, int n) {
-  Terms t{};
+/// Asked for first and looked at later: `row` and source weights of received row `n`, if n >= 0.
+__device__ __forceinline__ Terms ask_terms(const CombineArgs& a, int n) {
+  Terms t{0, {-1, -1}, {}};
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int k = h * 32 + lane_id();
+    const int64_t i = static_cast<int64_t>(n) * a.num_topk + k;
+    if (n < 0 || k >= a.num_topk) continue;
+    t.row[h] = a.layout == Layout::rank_major ? a.routing.recv_idx[i] : a.routing.position[i];
+    if (a.apply == CombineWeights::source) t.weight[h] = a.routing.recv_weights[i];
+  }
+  return t;
+}
+__device__ __forceinline__ Terms terms_of(const CombineArgs& a, int n, Terms t) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     if (h * 32 >= a.num_topk) break;
-    const int k = h * 32 + lane_id();
-    const int64_t i = static_cast<int64_t>(n) * a.num_topk + k;
-    int at = -1;
-    if (k < a.num_topk) at = a.layout == Layout::rank_major ? (a.routing.recv_idx[i] >= 0 ? n : -1) : a.routing.position[i];
-    t.row[h] = at;
-    if (at >= 0 && a.apply == CombineWeights::source) t.weight[h] = a.routing.recv_weights[i];
-    if (at >= 0 && a.apply == CombineWeights::rows) t.weight[h] = weight_at(a, at);
-    t.mask |= static_cast<uint64_t>(__ballot_sync(kFull, at >= 0)) << (h * 32);
+    if (a.layout == Layout::rank_major && t.row[h] >= 0) t.row[h] = n;
+    if (t.row[h] >= 0 && a.apply == CombineWeights::rows) t.weight[h] = weight_at(a, t.row[h]);
+    t.mask |= static_cast<uint64_t>(__ballot_sync(kFull, t.row[h] >= 0)) << (h * 32);
   }
   return t;
 }
@@ -151,7 +158,7 @@ __device__ __forceinline__ void round_unit(const float* sum, uint32_t* out) {
 /// -0 + x is x for every x, so a sum may start there.
 template <DType kType, bool kFast>
 __device__ __forceinline__ void sum_terms(const Work& w, const Terms& t, const Place& place, uint32_t* out) {
-  constexpr int kBatch = !kFast ? 1 : kType == DType::fp32 ? 3 : 7;
+  constexpr int kBatch = !kFast ? 1 : kType == DType::fp32 ? 3 : 5;
   const CombineArgs& a = w.a;
   const bool weighted = a.apply != CombineWeights::none;
   float sum[kUnit];
@@ -210,20 +217,23 @@ __device__ __forceinline__ void send_books(const Work& w, const Terms& t, int n,
   }
 }
 
-/// The partial sum of received row `i` of `source` to it. The whole block calls it.
+/// Which part of a partial sum a warp sends.
+struct Share {
+  int first, step;  ///< units
+  bool units, books;
+};
+
+/// The partial sum of received row `i` of `source` to it.
 template <DType kType, bool kFast>
-__device__ __forceinline__ void send_partial(const Work& w, int source, int i) {
+__device__ __forceinline__ void send_partial(const Work& w, Share share, int source, int i) {
   const CombineArgs& a = w.a;
   const Common& c = a.common;
   const int n = w.begins[source] + i;
-  const Terms t = terms_of(a, n);
+  const Terms t = terms_of(a, n, ask_terms(a, n));
   auto* to = reinterpret_cast<uint4*>(c.team.base[source] + c.arena.ll_combine_at(c.lane, w.call.copy, 0, w.records[source] + i));
-  if (is_clerk()) {
-    send_books(w, t, n, to);
-    return;
-  }
-  if (t.mask == 0) return;  // all of it was dropped: the mask says so
-  for (int base = warp_id() * 32; base < w.f.units; base += num_unit_threads()) {
+  if (share.books) send_books(w, t, n, to);
+  if (!share.units || t.mask == 0) return;  // all of it was dropped: the mask says so
+  for (int base = share.first; base < w.f.units; base += share.step) {
     const int unit = base + lane_id();
     uint32_t p[kPayload<kType>];
     sum_terms<kType, kFast>(w, t, place_of<kType>(a, unit, w.f.units, unit < w.f.units), p);
@@ -235,7 +245,7 @@ __device__ __forceinline__ void send_partial(const Work& w, int source, int i) {
 
 /// What worker `worker` owes to other ranks.
 template <DType kType, bool kFast>
-__device__ __forceinline__ void send_partials(const Work& w, int worker) {
+__device__ __forceinline__ void send_partials(const Work& w, Share share, int worker) {
   const int ranks = w.a.common.team.num_ranks, me = w.a.common.team.rank;
   int first = 0;
   for (int s = (me + 1) % ranks, n = worker; s != me;) {
@@ -245,7 +255,7 @@ __device__ __forceinline__ void send_partials(const Work& w, int worker) {
       s = (s + 1) % ranks;
       continue;
     }
-    send_partial<kType, kFast>(w, s, n - first);
+    send_partial<kType, kFast>(w, share, s, n - first);
     n += num_workers();
   }
 }
@@ -254,17 +264,23 @@ __device__ __forceinline__ void send_partials(const Work& w, int worker) {
 struct Parts {
   int32_t rank[2], at[2], asked;
 };
-__device__ __forceinline__ Parts parts_of(const Work& w, int64_t token) {
-  const CombineArgs& a = w.a;
+/// Asked for first and looked at later.
+__device__ __forceinline__ Parts ask_parts(const CombineArgs& a, int64_t token) {
   Parts p{{-1, -1}, {-1, -1}, 0};
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    if (h * 32 >= a.num_topk) break;
     const int k = h * 32 + lane_id();
-    int dest = -1, at = -1;
-    if (k < a.num_topk) dest = a.routing.dest[token * a.num_topk + k], at = a.routing.send_index[token * a.num_topk + k];
-    if (dest >= 0) p.asked |= 1 << h;
-    if (at >= 0 && at < w.sent[dest]) p.rank[h] = dest, p.at[h] = at;
+    if (k >= a.num_topk || token >= a.num_tokens) continue;
+    p.rank[h] = a.routing.dest[token * a.num_topk + k];
+    p.at[h] = a.routing.send_index[token * a.num_topk + k];
+  }
+  return p;
+}
+__device__ __forceinline__ Parts parts_of(const Work& w, Parts p) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    if (p.rank[h] >= 0) p.asked |= 1 << h;
+    if (p.at[h] < 0 || p.at[h] >= w.sent[p.rank[h]]) p.rank[h] = -1;
   }
   return p;
 }
@@ -356,12 +372,10 @@ __device__ __forceinline__ const uint4* staged(const Work& w, int rank, int at) 
 
 /// Adds up a token: what the unit warps do. False for a thread that gave up.
 template <DType kType, bool kFast>
-__device__ __forceinline__ bool add_token(const Work& w, int64_t token) {
+__device__ __forceinline__ bool add_token(const Work& w, int64_t token, const Parts& parts, int own_row, const Terms& asked) {
   const CombineArgs& a = w.a;
   const int me = a.common.team.rank;
-  const Parts parts = parts_of(w, token);
-  const int own_row = own_place(w, parts);
-  const Terms own = own_row >= 0 ? terms_of(a, own_row) : Terms{0, {-1, -1}, {}};
+  const Terms own = terms_of(a, own_row, asked);
   for (int base = warp_id() * 32; base < w.f.units; base += num_unit_threads()) {
     const int unit = base + lane_id();
     const bool active = unit < w.f.units;
@@ -391,12 +405,10 @@ __device__ __forceinline__ bool add_token(const Work& w, int64_t token) {
 }
 
 /// The books of a token: what was lost of it, and its scalars. What the clerk does. False for a thread that gave up.
-__device__ __forceinline__ bool keep_books(const Work& w, int64_t token) {
+__device__ __forceinline__ bool keep_books(const Work& w, int64_t token, const Parts& parts, int own_row, const Terms& asked) {
   const CombineArgs& a = w.a;
   const int me = a.common.team.rank;
-  const Parts parts = parts_of(w, token);
-  const int own_row = own_place(w, parts);
-  const Terms own = own_row >= 0 ? terms_of(a, own_row) : Terms{0, {-1, -1}, {}};
+  const Terms own = terms_of(a, own_row, asked);
   uint64_t present = own.mask;
   float scalar[2] = {0.0f, 0.0f};
   if (a.side && own_row >= 0) scalar[0] = scalar_of(a, own, own_row, 0), scalar[1] = scalar_of(a, own, own_row, 1);
@@ -436,32 +448,45 @@ __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_const
   __shared__ FactWords facts;
   const Common& c = a.common;
   const int ranks = c.team.num_ranks, worker = worker_of(block());
+  const bool clerk = is_clerk();
+  // Everything that depends on nothing is asked for first.
+  Parts parts = ask_parts(a, worker >= 0 ? worker : a.num_tokens);
   for (int s = thread(); s <= ranks; s += num_threads()) {
     begins[s] = a.routing.recv_begin[s];
     send_offset[s] = a.routing.send_offset[s];
     if (s < ranks) records[s] = a.routing.record_begin[s], sent[s] = a.routing.sent[s];
   }
-  const Call call = call_of(c);
-  const bool over = is_over(c, call);
-  clear_next_tickets(c, call);
-  mark_started(c, call.epoch);
-  bool good = !__syncthreads_or(over);
+  const Start start = start_of(c);
+  const Call call = start.call;
+  bool good = !__syncthreads_or(start.over);
   if (good) {
     const Work w{a, call, PartialFormat::of(a.hidden, kElement<kType>, a.num_topk, a.side != nullptr), begins, records, sent, send_offset};
-    send_for_all(c, call.epoch, [&](int b) {
-      if (b == 0) {
-        if (thread() == 0) fill_facts(c, call.epoch, false, 0, &facts);
-        __syncthreads();
-        send_header(c, call, HeaderInts::kRows, [&](int, int i) { return facts.words[i]; });
-      }
-      if (worker_of(b) >= 0) send_partials<kType, kFast>(w, worker_of(b));
-    });
-    for (int s = thread(); good && s < ranks; s += num_threads()) good = agrees(c, call, s);
-    if (worker >= 0) {
-      for (int64_t t = worker; good && t < a.num_tokens; t += num_workers()) good = is_clerk() ? keep_books(w, t) : add_token<kType, kFast>(w, t);
+    parts = parts_of(w, parts);
+    int own_row = own_place(w, parts);
+    Terms own = ask_terms(a, own_row);
+    for (int b = block(), next = 0;;) {
+      const bool mine = b == block();
+      if (clerk && b == 0) send_facts(c, call, &facts);
+      const Share share{mine ? warp_id() * 32 : 0, mine ? num_unit_threads() : 32, !clerk || !mine, clerk};
+      if (worker_of(b) >= 0) send_partials<kType, kFast>(w, share, worker_of(b));
+      if (!clerk) break;
+      b = next_unstarted(c, call.epoch, next, mine);  // the clerk does the work of others alone: slow, but it never happens
+      if (b < 0) break;
+      next = b + 1;
     }
-    if (block() == 0) good = receive_headers(c, call, HeaderInts::kRows, &facts, [](int, int, uint32_t) {}) && good;
+    if (clerk) good = all_agree(c, call);
+    for (int64_t t = worker; worker >= 0 && good && t < a.num_tokens;) {
+      good = clerk ? keep_books(w, t, parts, own_row, own) : add_token<kType, kFast>(w, t, parts, own_row, own);
+      t += num_workers();
+      parts = parts_of(w, ask_parts(a, t));
+      own_row = own_place(w, parts);
+      own = ask_terms(a, own_row);
+    }
     good = __syncthreads_and(good);
+    if (block() == 0) {
+      const bool heard = receive_headers(c, call, HeaderInts::kRows, &facts, [](int, int, uint32_t) {});
+      good = __syncthreads_and(heard) && good;
+    }
   }
   if (!good && worker >= 0) poison(a, worker);
   __syncthreads();

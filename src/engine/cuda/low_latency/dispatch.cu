@@ -295,9 +295,7 @@ __device__ __forceinline__ bool load_known(const Work& w) {
     if (e < a.num_local) w.t.admitted[e] = a.routing.expert_counts[e];
     w.t.offset[e] = static_cast<int32_t>(a.routing.expert_offsets[e]);
   }
-  bool good = true;
-  for (int s = thread(); good && s < a.common.team.num_ranks; s += num_threads()) good = agrees(a.common, w.call, s);
-  return __syncthreads_and(good);
+  return __syncthreads_and(all_agree(a.common, w.call));
 }
 
 /// A call that failed says that it brought nothing.
@@ -333,23 +331,32 @@ __global__ void __launch_bounds__(kMostThreads, 1) dispatch_kernel(const __grid_
 #pragma unroll
     for (int j = 0; j < kIds; ++j) early.ids[j] = j < a.num_topk ? id_of(a, static_cast<int64_t>(thread()) * a.num_topk + j) : -1;
   }
+  if (!a.cached && thread() < a.num_topk && worker >= 0 && worker < a.num_tokens) {
+    early.id = id_of(a, static_cast<int64_t>(worker) * a.num_topk + thread());
+    early.weight = weight_of(a, static_cast<int64_t>(worker) * a.num_topk + thread());
+  }
   const Tables t = tables_at(a, plan, memory);
   for (int e = thread(); e < c.num_experts; e += num_threads()) {
     t.owner[e] = static_cast<uint8_t>(__ldg(c.owner + e));
     t.local[e] = static_cast<uint16_t>(__ldg(c.local + e));
   }
-  const Call call = call_of(c);
-  const bool over = is_over(c, call);
-  clear_next_tickets(c, call);
-  mark_started(c, call.epoch);
+  const Start start = start_of(c);
+  const Call call = start.call;
   const Work w{a, call, f, plan, t, &token, &admission, memory, worker, workers};
 
-  if (!__syncthreads_or(over)) {
-    send_for_all(c, call.epoch, [&](int b) {
-      if (b == 0) send_counts(a, t, call);
-      if (worker_of(b) >= 0) send_tokens<kIds>(w, worker_of(b), &early, own_place, b == block());
-    });
-    bool good = a.cached ? load_known(w) : gather_counts(a, call, t, &admission) && admit(a, call, f, t, &admission);
+  if (!__syncthreads_or(start.over)) {
+    const HeaderItems items(a);
+    uint4 seen{};
+    send_for_all(
+        c, call.epoch,
+        [&](int b) {
+          if (b == 0) send_counts(a, t, call);
+          if (worker_of(b) >= 0) send_tokens<kIds>(w, worker_of(b), &early, own_place, b == block());
+        },
+        [&] {
+          if (!a.cached) seen = items.peek(c, call, thread());
+        });
+    bool good = a.cached ? load_known(w) : gather_counts(a, call, t, &admission, items, seen) && admit(a, call, f, t, &admission);
     if (good && worker >= 0) {
       lay_out_own<kIds>(w, own_place);
       good = receive_rows(w);

@@ -28,7 +28,9 @@ __device__ __forceinline__ Meta meta_of(const DispatchArgs& a, const RowFormat& 
 template <int kIds>
 struct Early {
   uint4 x[2];
-  int32_t ids[kIds];
+  int32_t ids[kIds];  ///< of the token whose number is this thread's
+  int32_t id;         ///< of the entry whose number is this thread's
+  float weight;
 };
 
 __device__ __forceinline__ float weight_of(const DispatchArgs& a, int64_t i) {
@@ -177,7 +179,7 @@ __device__ __forceinline__ void count_earlier<1>(const DispatchArgs& a, const Ta
 
 /// Routing of a token into `s`: ids, places. Of a known routing it is read.
 template <int kIds>
-__device__ __forceinline__ void find_places(const DispatchArgs& a, const Tables& t, Token* s, int64_t token, const int32_t* early) {
+__device__ __forceinline__ void find_places(const DispatchArgs& a, const Tables& t, Token* s, int64_t token, const Early<kIds>* early) {
   const int topk = a.num_topk, k = thread();
   const int64_t i = token * topk + k;
   if (a.cached) {
@@ -191,9 +193,9 @@ __device__ __forceinline__ void find_places(const DispatchArgs& a, const Tables&
     return;
   }
   if (k < topk) {
-    const int id = id_of(a, i);
+    const int id = early ? early->id : id_of(a, i);
     s->id[k] = id < 0 ? -1 : id;
-    s->weight[k] = weight_of(a, i);
+    s->weight[k] = early ? early->weight : weight_of(a, i);
   }
   __syncthreads();  // also for the tables of experts
   if (k < topk) {
@@ -211,7 +213,7 @@ __device__ __forceinline__ void find_places(const DispatchArgs& a, const Tables&
     s->row[k] = 0;
   }
   __syncthreads();
-  count_earlier<kIds>(a, t, s, static_cast<int>(token), early);
+  count_earlier<kIds>(a, t, s, static_cast<int>(token), early ? early->ids : nullptr);
 }
 
 /// What the source keeps of a token's routing.
@@ -235,7 +237,7 @@ template <int kIds>
 __device__ __forceinline__ void prepare_token(const DispatchArgs& a, const RowFormat& f, const Tables& t, Token* s, int64_t token,
                                               const Early<kIds>* early, std::byte* row, int32_t* own_row) {
   if (thread() == 0) *own_row = -1;
-  find_places<kIds>(a, t, s, token, early ? early->ids : nullptr);
+  find_places<kIds>(a, t, s, token, early);
   build_row(a, f, token, early ? early->x : nullptr, row);
   bulk_can_read();
   __syncthreads();

@@ -62,6 +62,7 @@ __device__ __forceinline__ Tables tables_at(const DispatchArgs& a, const SharedP
 struct Admission {
   int32_t begins[kMaxRanks + 1];  ///< rows of each source that there is room for
   int32_t rows[kMaxRanks];        ///< rows that each source sends here
+  uint32_t facts[kMaxRanks][3];   ///< first word of each header
   int32_t cut_row, cut_k;         ///< expert_major: the first pair that is not admitted
   int32_t asked;
 };
@@ -73,28 +74,47 @@ __device__ __forceinline__ int id_of(const DispatchArgs& a, int64_t i) {
 
 __device__ __forceinline__ int padded(int n, int alignment) { return (n + alignment - 1) / alignment * alignment; }
 
-/// Counts that the headers bring. False: given up.
-__device__ inline bool gather_counts(const DispatchArgs& a, Call call, const Tables& t, Admission* m) {
+/// The words of the headers that a block needs: of each source the facts, the rows for here, and the counts of the experts here.
+struct HeaderItems {
+  int first, per_source, num;
+
+  __device__ explicit HeaderItems(const DispatchArgs& a) {
+    const int ranks = a.common.team.num_ranks, local = a.num_local, begin = HeaderInts::experts(ranks);
+    first = begin / kWordPayload;
+    per_source = 2 + (local > 0 ? (begin + local - 1) / kWordPayload - first + 1 : 0);
+    num = ranks * per_source;
+  }
+  __device__ int word(const Common& c, int j) const { return j == 0 ? 0 : j == 1 ? (HeaderInts::kRows + c.team.rank) / kWordPayload : first + j - 2; }
+  /// Item `i` as it is now, in case it is there already.
+  __device__ uint4 peek(const Common& c, Call call, int i) const {
+    return i < num ? load_word(header_words(c, call, i / per_source) + word(c, i % per_source)) : uint4{};
+  }
+};
+
+/// Counts that the headers bring; `seen`: this thread's first item. False: given up.
+__device__ inline bool gather_counts(const DispatchArgs& a, Call call, const Tables& t, Admission* m, const HeaderItems& items, uint4 seen) {
   const Common& c = a.common;
-  const int ranks = c.team.num_ranks, local = a.num_local, first = HeaderInts::experts(ranks) / kWordPayload;
-  const int per_source = 1 + (local > 0 ? (HeaderInts::experts(ranks) + local - 1) / kWordPayload - first + 1 : 0);
+  const int ranks = c.team.num_ranks, local = a.num_local;
   bool good = true;
-  for (int i = thread(); good && i < ranks * per_source; i += num_threads()) {
-    const int s = i / per_source, j = i % per_source;
-    const int w = j == 0 ? (HeaderInts::kRows + c.team.rank) / kWordPayload : first + j - 1;
-    uint4 word;
-    good = wait_word(c, Phase::counts, s, call.epoch, false, header_words(c, call, s) + w, &word);
+  for (int i = thread(); good && i < items.num; i += num_threads()) {
+    const int s = i / items.per_source, j = i % items.per_source, w = items.word(c, j);
+    uint4 word = seen;
+    if (i != thread() || word.w != call.epoch) good = wait_word(c, Phase::counts, s, call.epoch, false, header_words(c, call, s) + w, &word);
     const uint32_t p[kWordPayload] = {word.x, word.y, word.z};
 #pragma unroll
     for (int x = 0; x < kWordPayload; ++x) {
       const int at = w * kWordPayload + x, e = at - HeaderInts::experts(ranks);
       // What a peer that disagrees says must not lead out of our memory.
-      if (j == 0 && at == HeaderInts::kRows + c.team.rank) m->rows[s] = static_cast<int32_t>(min(p[x], static_cast<uint32_t>(c.arena.ll_tokens)));
-      if (j > 0 && e >= 0 && e < local) t.before[s * c.max_local + e] = static_cast<int32_t>(p[x] & 0xffffff);
+      if (j == 0) m->facts[s][x] = p[x];
+      if (j == 1 && at == HeaderInts::kRows + c.team.rank) m->rows[s] = static_cast<int32_t>(min(p[x], static_cast<uint32_t>(c.arena.ll_tokens)));
+      if (j > 1 && e >= 0 && e < local) t.before[s * c.max_local + e] = static_cast<int32_t>(p[x] & 0xffffff);
     }
   }
-  for (int s = thread(); good && s < ranks; s += num_threads()) good = agrees(c, call, s);
-  return __syncthreads_and(good);
+  if (!__syncthreads_and(good)) return false;
+  for (int s = lane_id(); s < ranks; s += 32) {  // in every warp, so that all come to the same
+    good = good && m->facts[s][0] == m->facts[c.team.rank][0] && m->facts[s][1] == m->facts[c.team.rank][1] && m->facts[s][2] == 0;
+  }
+  return __all_sync(kFull, good);
 }
 
 /// The local expert of entry k of row `i` of another source, from the row's own words; -1: none.
