@@ -85,6 +85,7 @@ class Memory {
   std::multimap<size_t, std::byte*> free_;                            ///< by size
   std::map<uint64_t, std::multimap<size_t, std::byte*>> captured_;    ///< free again within their capture only
   std::vector<std::byte*> all_;
+  cudaStream_t stream_ = nullptr;  ///< of allocations
 };
 
 }  // namespace turnout::engine::cuda
