@@ -158,7 +158,7 @@ __device__ __forceinline__ void round_unit(const float* sum, uint32_t* out) {
 /// -0 + x is x for every x, so a sum may start there.
 template <DType kType, bool kFast>
 __device__ __forceinline__ void sum_terms(const Work& w, const Terms& t, const Place& place, uint32_t* out) {
-  constexpr int kBatch = !kFast ? 1 : kType == DType::fp32 ? 3 : 5;
+  constexpr int kBatch = !kFast ? 1 : kType == DType::fp32 ? 3 : 6;
   const CombineArgs& a = w.a;
   const bool weighted = a.apply != CombineWeights::none;
   float sum[kUnit];
@@ -305,7 +305,7 @@ __device__ __forceinline__ bool receive_unit(const Work& w, int rank, const uint
   const uint32_t epoch = w.call.epoch;
   uint4 words[kWords<kType>], m{};
   const int mine = active ? unit : 0;
-  const bool good = wait_until(
+  const bool good = wait_for(
       w.a.common, Phase::low_latency_partials, rank, epoch, true,
       [&] {
         m = load_word(from + w.f.mask);
@@ -349,7 +349,7 @@ __device__ __forceinline__ bool receive_scalars(const Work& w, int rank, const u
     const int k = h * 32 + lane_id();
     if (k >= w.a.num_topk || !(mask >> k & 1)) continue;
     uint4 word;
-    good = good && wait_word(w.a.common, Phase::low_latency_partials, rank, w.call.epoch, true, from + w.f.mask + 1 + k / kWordPayload, &word);
+    good = good && wait_for_word(w.a.common, Phase::low_latency_partials, rank, w.call.epoch, true, from + w.f.mask + 1 + k / kWordPayload, &word);
     scalar[h] = __uint_as_float(k % kWordPayload == 0 ? word.x : k % kWordPayload == 1 ? word.y : word.z);
   }
   return good;
@@ -416,7 +416,7 @@ __device__ __forceinline__ bool keep_books(const Work& w, int64_t token, const P
     if (rank == me) continue;
     const uint4* from = staged(w, rank, at);
     uint4 word;
-    bool good = wait_word(a.common, Phase::low_latency_partials, rank, w.call.epoch, true, from + w.f.mask, &word);
+    bool good = wait_for_word(a.common, Phase::low_latency_partials, rank, w.call.epoch, true, from + w.f.mask, &word);
     const uint64_t mask = word.x | static_cast<uint64_t>(word.y) << 32;
     if (good && a.side) good = receive_scalars(w, rank, from, mask, scalar);
     if (!__all_sync(kFull, good)) return false;
@@ -450,13 +450,13 @@ __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_const
   const int ranks = c.team.num_ranks, worker = worker_of(block());
   const bool clerk = is_clerk();
   // Everything that depends on nothing is asked for first.
+  const Start start = start_of(c);
   Parts parts = ask_parts(a, worker >= 0 ? worker : a.num_tokens);
   for (int s = thread(); s <= ranks; s += num_threads()) {
     begins[s] = a.routing.recv_begin[s];
     send_offset[s] = a.routing.send_offset[s];
     if (s < ranks) records[s] = a.routing.record_begin[s], sent[s] = a.routing.sent[s];
   }
-  const Start start = start_of(c);
   const Call call = start.call;
   bool good = !__syncthreads_or(start.over);
   if (good) {
@@ -490,6 +490,7 @@ __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_const
   }
   if (!good && worker >= 0) poison(a, worker);
   __syncthreads();
+  tell_expired(c, call.epoch);
   if (c.last_of_send) advance_epoch(c, call.epoch);
 }
 

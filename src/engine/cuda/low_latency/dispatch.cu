@@ -157,7 +157,7 @@ __device__ __forceinline__ bool receive_row(const Work& w, int s, int i, std::by
   for (int x = thread(); good && x < w.f.num_words; x += 2 * num_threads()) {
     const int y = x + num_threads() < w.f.num_words ? x + num_threads() : x;
     uint4 p{}, q{};
-    good = wait_until(
+    good = wait_for(
         c, Phase::low_latency_rows, s, w.call.epoch, true,
         [&] {
           p = load_word(from + x);
@@ -227,16 +227,13 @@ __device__ __forceinline__ void fill_rest(const Work& w) {
 }
 
 /// Block 0: what the headers of all ranks say, checked, and the tables that the handle keeps. False: given up.
-__device__ bool publish(const Work& w) {
-  __shared__ FactWords facts;
+__device__ bool publish(const Work& w, const FactWords* facts) {
   const DispatchArgs& a = w.a;
   const Common& c = a.common;
   const Routing& r = a.routing;
   const int ranks = c.team.num_ranks, me = c.team.rank, local = a.num_local;
-  if (thread() == 0) fill_facts(c, w.call.epoch, false, a.num_tokens, &facts);
-  __syncthreads();
   int32_t* rows = w.t.scratch;  // [s][d]
-  const bool good = receive_headers(c, w.call, a.cached ? HeaderInts::kRows : HeaderInts::experts(ranks), &facts, [&](int s, int i, uint32_t value) {
+  const bool good = receive_headers(c, w.call, a.cached ? HeaderInts::kRows : HeaderInts::experts(ranks), facts, [&](int s, int i, uint32_t value) {
     if (a.cached) return;
     if (i == HeaderInts::kTokens) r.source_tokens[s] = static_cast<int32_t>(value);
     if (i >= HeaderInts::kRows) r.rows[s * ranks + i - HeaderInts::kRows] = rows[s * ranks + i - HeaderInts::kRows] = static_cast<int32_t>(value);
@@ -312,36 +309,37 @@ __global__ void __launch_bounds__(kMostThreads, 1) dispatch_kernel(const __grid_
   extern __shared__ __align__(128) std::byte memory[];
   __shared__ Token token;
   __shared__ Admission admission;
+  __shared__ FactWords facts;
   __shared__ int32_t own_place[SharedPlan::kMostOwn + 1];
   const Common& c = a.common;
   const int workers = num_workers(), worker = worker_of(block());
   const RowFormat f = RowFormat::of(a);
   const SharedPlan plan = SharedPlan::of(a, workers);
 
-  // Everything that depends on nothing is asked for first.
+  // Everything that depends on nothing is asked for first, what is needed first last.
   Early<kIds> early;
-  if (worker >= 0 && worker < a.num_tokens && loads_pieces(a)) {
+  const bool some = worker >= 0 && worker < a.num_tokens;
+  if (some && loads_pieces(a)) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const int64_t at = static_cast<int64_t>(thread() + j * num_threads()) * 16;
       early.x[j] = at < source_bytes(a) ? load_piece(a.x + worker * a.x_stride, at, source_bytes(a)) : uint4{};
     }
   }
-  if (kIds > 1 && !a.cached && thread() < worker && worker < a.num_tokens) {
-#pragma unroll
-    for (int j = 0; j < kIds; ++j) early.ids[j] = j < a.num_topk ? id_of(a, static_cast<int64_t>(thread()) * a.num_topk + j) : -1;
-  }
-  if (!a.cached && thread() < a.num_topk && worker >= 0 && worker < a.num_tokens) {
-    early.id = id_of(a, static_cast<int64_t>(worker) * a.num_topk + thread());
-    early.weight = weight_of(a, static_cast<int64_t>(worker) * a.num_topk + thread());
-  }
   const Tables t = tables_at(a, plan, memory);
-  for (int e = thread(); e < c.num_experts; e += num_threads()) {
-    t.owner[e] = static_cast<uint8_t>(__ldg(c.owner + e));
-    t.local[e] = static_cast<uint16_t>(__ldg(c.local + e));
-  }
+  const int first_owner = thread() < c.num_experts ? __ldg(c.owner + thread()) : 0, first_local = thread() < c.num_experts ? __ldg(c.local + thread()) : 0;
   const Start start = start_of(c);
   const Call call = start.call;
+  if (some && !a.cached) {
+    load_ids<1>(a, static_cast<int64_t>(worker) * a.num_topk + min(thread(), a.num_topk - 1), 1, &early.id);
+    early.weight = weight_of(a, static_cast<int64_t>(worker) * a.num_topk + min(thread(), a.num_topk - 1));
+    if (kIds > 1 && thread() < worker) load_ids<kIds>(a, static_cast<int64_t>(thread()) * a.num_topk, a.num_topk, early.ids);
+  }
+  for (int e = thread(); e < c.num_experts; e += num_threads()) {
+    const bool first = e == thread();
+    t.owner[e] = static_cast<uint8_t>(first ? first_owner : __ldg(c.owner + e));
+    t.local[e] = static_cast<uint16_t>(first ? first_local : __ldg(c.local + e));
+  }
   const Work w{a, call, f, plan, t, &token, &admission, memory, worker, workers};
 
   if (!__syncthreads_or(start.over)) {
@@ -350,7 +348,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) dispatch_kernel(const __grid_
     send_for_all(
         c, call.epoch,
         [&](int b) {
-          if (b == 0) send_counts(a, t, call);
+          if (b == 0) send_counts(a, t, call, &facts);
           if (worker_of(b) >= 0) send_tokens<kIds>(w, worker_of(b), &early, own_place, b == block());
         },
         [&] {
@@ -363,13 +361,14 @@ __global__ void __launch_bounds__(kMostThreads, 1) dispatch_kernel(const __grid_
       if (good) fill_rest(w);
     }
     // Last, since rows are waited for by others of this block.
-    if (block() == 0) good = publish(w) && good && !is_over(c, call);
+    if (block() == 0) good = publish(w, &facts) && good && !is_over(c, call);
     if (!good && !a.cached) clear_counts(a);
     bulk_finish();
   } else if (block() == 0 && !a.cached) {
     clear_counts(a);
   }
   __syncthreads();
+  tell_expired(c, call.epoch);
   if (c.last_of_send) advance_epoch(c, call.epoch);
 }
 

@@ -134,17 +134,23 @@ __device__ __forceinline__ void count_earlier(const DispatchArgs& a, const Table
     const int u = base + lane_id();
     uint32_t hits = 0;
     if (u < token) {
+      int32_t other[kIds];
+      if (early && base == warp_id() * 32) {
+#pragma unroll
+        for (int j = 0; j < kIds; ++j) other[j] = early[j];
+      } else {
+        load_ids<kIds>(a, static_cast<int64_t>(u) * topk, topk, other);
+      }
 #pragma unroll
       for (int j = 0; j < kIds; ++j) {
-        if (j >= topk) break;
-        const int other = early && base == warp_id() * 32 ? early[j] : id_of(a, static_cast<int64_t>(u) * topk + j);
-        if (other < 0) continue;
-        const int owner = t.owner[other];
+        const int owner = other[j] < 0 ? -1 : t.owner[other[j]];
+        uint32_t same = 0;
 #pragma unroll
         for (int k = 0; k < kIds; ++k) {
-          if (owner == key[k]) hits |= 1u << k;
-          if (other == id[k]) atomicAdd(&s->pair[k], 1);
+          hits |= (owner == key[k] ? 1u : 0u) << k;
+          same |= (other[j] == id[k] ? 1u : 0u) << k;
         }
+        for (; same; same &= same - 1) atomicAdd(&s->pair[__ffs(same) - 1], 1);
       }
     }
 #pragma unroll
@@ -269,42 +275,35 @@ __device__ __forceinline__ void send_row(const DispatchArgs& a, const RowFormat&
 }
 
 /// Facts and counts to all ranks, this one included.
-__device__ inline void send_counts(const DispatchArgs& a, const Tables& t, Call call) {
-  __shared__ FactWords facts;
+__device__ inline void send_counts(const DispatchArgs& a, const Tables& t, Call call, FactWords* facts) {
   const Common& c = a.common;
   const int ranks = c.team.num_ranks, topk = a.num_topk, tokens = static_cast<int>(a.num_tokens);
-  if (thread() == num_threads() - 1) fill_facts(c, call.epoch, false, a.num_tokens, &facts);
+  if (thread() == num_threads() - 1) fill_facts(c, call.epoch, false, a.num_tokens, facts);
   if (a.cached) {
     __syncthreads();
-    send_header(c, call, HeaderInts::kRows, [&](int, int i) { return facts.words[i]; });
+    send_header(c, call, HeaderInts::kRows, [&](int, int i) { return facts->words[i]; });
     return;
   }
   int32_t* rows = t.scratch;
   for (int i = thread(); i < ranks; i += num_threads()) rows[i] = 0;
   for (int i = thread(); i < ranks * c.max_local; i += num_threads()) t.before[i] = 0;
   __syncthreads();
-  bool bad = false;
+  int bad = -1;  // where an id is no expert
   for (int base = warp_id() * 32; base < tokens; base += num_threads()) {
     const int u = base + lane_id();
     uint64_t low = 0, high = 0;  // ranks that the token goes to
-    for (int k = 0; u < tokens && k < topk; ++k) {
-      const int64_t i = static_cast<int64_t>(u) * topk + k;
-      const int id = id_of(a, i);
-      if (id == -2) {
-        bad = true;
-        decltype(HostWords::record) r{};
-        r.state = 4;
-        r.peer = c.team.rank;
-        r.epoch = call.epoch;
-        r.expected = u;
-        r.k = k;
-        r.value = a.ids_are_64 ? static_cast<const int64_t*>(a.topk_idx)[i] : static_cast<const int32_t*>(a.topk_idx)[i];
-        write_record(c, r);
+    for (int first = 0; u < tokens && first < topk; first += 8) {
+      const int n = min(8, topk - first);
+      int32_t ids[8];
+      load_ids<8>(a, static_cast<int64_t>(u) * topk + first, n, ids);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        if (ids[j] == -2) bad = u * kMaxTopk + first + j;
+        if (ids[j] < 0) continue;
+        const int owner = t.owner[ids[j]];
+        atomicAdd(&t.before[owner * c.max_local + t.local[ids[j]]], 1);
+        (owner < 64 ? low : high) |= 1ull << owner % 64;
       }
-      if (id < 0) continue;
-      const int owner = t.owner[id];
-      atomicAdd(&t.before[owner * c.max_local + t.local[id]], 1);
-      (owner < 64 ? low : high) |= 1ull << owner % 64;
     }
     if (ranks <= 8) {
       for (int r = 0; r < ranks; ++r) {
@@ -316,10 +315,21 @@ __device__ inline void send_counts(const DispatchArgs& a, const Tables& t, Call 
       for (; high; high &= high - 1) atomicAdd(&rows[63 + __ffsll(static_cast<long long>(high))], 1);
     }
   }
-  const bool refused = __syncthreads_or(bad);
+  if (bad >= 0) {
+    const int64_t i = static_cast<int64_t>(bad / kMaxTopk) * topk + bad % kMaxTopk;
+    decltype(HostWords::record) r{};
+    r.state = 4;
+    r.peer = c.team.rank;
+    r.epoch = call.epoch;
+    r.expected = bad / kMaxTopk;
+    r.k = bad % kMaxTopk;
+    r.value = a.ids_are_64 ? static_cast<const int64_t*>(a.topk_idx)[i] : static_cast<const int32_t*>(a.topk_idx)[i];
+    write_record(c, r);
+  }
+  const bool refused = __syncthreads_or(bad >= 0);
   send_header(c, call, HeaderInts::experts(ranks) + c.max_local, [&](int rank, int i) -> uint32_t {
     if (i == HeaderInts::kRefused) return refused;
-    if (i < HeaderInts::kRows) return facts.words[i];
+    if (i < HeaderInts::kRows) return facts->words[i];
     if (i < HeaderInts::experts(ranks)) return static_cast<uint32_t>(rows[i - HeaderInts::kRows]);
     return static_cast<uint32_t>(t.before[rank * c.max_local + i - HeaderInts::experts(ranks)]);
   });

@@ -16,6 +16,66 @@ __device__ __forceinline__ int num_blocks() { return static_cast<int>(gridDim.x)
 __device__ __forceinline__ int num_workers() { return num_blocks() > 1 ? num_blocks() - 1 : 1; }
 __device__ __forceinline__ int worker_of(int block_index) { return num_blocks() > 1 ? block_index - 1 : 0; }
 
+/// A wait that has expired in this block. The waits of these kernels are many and inlined; what an expiry takes is written down
+/// here and told to everybody in one place, at the end of the kernel, so that the code of waiting stays small.
+struct Expired {
+  uint32_t claimed;
+  int32_t phase, peer;
+  uint32_t seen;
+};
+__device__ __forceinline__ Expired& expired() {
+  __shared__ Expired e;
+  return e;
+}
+
+/// wait_until() for these kernels.
+template <class Ready, class Seen>
+__device__ __forceinline__ bool wait_for(const Common& c, Phase phase, int peer, uint32_t epoch, bool inside, Ready ready, Seen seen) {
+  uint64_t start = 0, next_look = 0;
+#pragma unroll 1
+  for (uint32_t i = 0;; ++i) {
+    if (ready()) return true;
+    if (i % 64 != 63) continue;
+    if (is_aborted(c) || *reinterpret_cast<const volatile uint32_t*>(&c.lane_control->failed) == epoch) return false;
+    const uint64_t now = clock_ns();
+    if (start == 0) start = now, next_look = now + 50'000;
+    if (now < next_look) continue;
+    next_look = now + 10'000;  // host words lie across PCIe
+    if (*reinterpret_cast<volatile uint64_t*>(&c.host->abort) > c.control->generation) {
+      store_relaxed(status_of(c, c.team.rank), c.control->generation + 1);
+      *reinterpret_cast<volatile uint64_t*>(&c.host->status) = c.control->generation + 1;
+      return false;
+    }
+    if (now - start > (inside ? c.control->timeout_ns : c.control->busy_ns)) {
+      if (atomicExch(&expired().claimed, 1u) == 0) expired().phase = static_cast<int32_t>(phase), expired().peer = peer, expired().seen = seen();
+      return false;
+    }
+  }
+}
+__device__ __forceinline__ bool wait_for_word(const Common& c, Phase phase, int peer, uint32_t epoch, bool inside, const uint4* p, uint4* word) {
+  return wait_for(
+      c, phase, peer, epoch, inside,
+      [&] {
+        *word = load_word(p);
+        return word->w == epoch;
+      },
+      [&] { return word->w; });
+}
+/// At the start, before a barrier; and at the end, after one.
+__device__ __forceinline__ void clear_expired() {
+  if (thread() == 0) expired().claimed = 0;
+}
+__device__ __forceinline__ void tell_expired(const Common& c, uint32_t epoch) {
+  if (thread() != 0 || expired().claimed == 0) return;
+  decltype(HostWords::record) r{};
+  r.state = 1;
+  r.peer = expired().peer;
+  r.phase = expired().phase;
+  r.epoch = r.expected = epoch;
+  r.seen = expired().seen;
+  give_up(c, r);
+}
+
 struct Start {
   Call call;
   bool over;  ///< nothing should be done
@@ -30,6 +90,7 @@ __device__ __forceinline__ Start start_of(const Common& c) {
   const Call call{epoch, static_cast<int>(epoch % static_cast<uint32_t>(c.arena.depth))};
   if (thread() == 0) *reinterpret_cast<volatile uint32_t*>(&c.lane_control->started[block()]) = epoch;
   clear_next_tickets(c, call);
+  clear_expired();
   const bool over = failed == epoch || status > generation;
   return {call, over && is_over(c, call)};
 }
@@ -113,8 +174,8 @@ __device__ __forceinline__ bool all_agree(const Common& c, Call call) {
   for (int at = 0; at < c.team.num_ranks && good; at += 32) {
     const int s = at + lane_id();
     uint4 theirs{};
-    if (s < c.team.num_ranks) good = wait_word(c, Phase::counts, s, call.epoch, false, header_words(c, call, s), &theirs);
-    if (at == 0) good = wait_word(c, Phase::counts, c.team.rank, call.epoch, false, header_words(c, call, c.team.rank), &mine) && good;
+    if (s < c.team.num_ranks) good = wait_for_word(c, Phase::counts, s, call.epoch, false, header_words(c, call, s), &theirs);
+    if (at == 0) good = wait_for_word(c, Phase::counts, c.team.rank, call.epoch, false, header_words(c, call, c.team.rank), &mine) && good;
     if (s < c.team.num_ranks) good = good && theirs.x == mine.x && theirs.y == mine.y && theirs.z == 0;
     good = __all_sync(kFull, good);
   }

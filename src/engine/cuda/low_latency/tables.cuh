@@ -72,6 +72,24 @@ __device__ __forceinline__ int id_of(const DispatchArgs& a, int64_t i) {
   return id >= -1 && id < a.common.num_experts ? static_cast<int>(id) : -2;
 }
 
+/// Entries [first, first + n) of topk_idx: all loads go out before the first is looked at.
+template <int kNum>
+__device__ __forceinline__ void load_ids(const DispatchArgs& a, int64_t first, int n, int32_t* ids) {
+  if (a.ids_are_64) {
+    long long raw[kNum];
+#pragma unroll
+    for (int j = 0; j < kNum; ++j) raw[j] = __ldg(static_cast<const long long*>(a.topk_idx) + first + (j < n ? j : 0));
+#pragma unroll
+    for (int j = 0; j < kNum; ++j) ids[j] = j < n && raw[j] >= -1 && raw[j] < a.common.num_experts ? static_cast<int>(raw[j]) : j < n ? -2 : -1;
+  } else {
+    int32_t raw[kNum];
+#pragma unroll
+    for (int j = 0; j < kNum; ++j) raw[j] = __ldg(static_cast<const int32_t*>(a.topk_idx) + first + (j < n ? j : 0));
+#pragma unroll
+    for (int j = 0; j < kNum; ++j) ids[j] = j < n && raw[j] >= -1 && raw[j] < a.common.num_experts ? raw[j] : j < n ? -2 : -1;
+  }
+}
+
 __device__ __forceinline__ int padded(int n, int alignment) { return (n + alignment - 1) / alignment * alignment; }
 
 /// The words of the headers that a block needs: of each source the facts, the rows for here, and the counts of the experts here.
@@ -99,7 +117,7 @@ __device__ inline bool gather_counts(const DispatchArgs& a, Call call, const Tab
   for (int i = thread(); good && i < items.num; i += num_threads()) {
     const int s = i / items.per_source, j = i % items.per_source, w = items.word(c, j);
     uint4 word = seen;
-    if (i != thread() || word.w != call.epoch) good = wait_word(c, Phase::counts, s, call.epoch, false, header_words(c, call, s) + w, &word);
+    if (i != thread() || word.w != call.epoch) good = wait_for_word(c, Phase::counts, s, call.epoch, false, header_words(c, call, s) + w, &word);
     const uint32_t p[kWordPayload] = {word.x, word.y, word.z};
 #pragma unroll
     for (int x = 0; x < kWordPayload; ++x) {
@@ -123,7 +141,7 @@ __device__ __forceinline__ bool remote_pair(const DispatchArgs& a, Call call, co
   const int at = f.meta / 4 + k;
   uint4 word;
   const auto* row = reinterpret_cast<const uint4*>(c.team.base[c.team.rank] + c.arena.ll_dispatch_at(c.lane, call.copy, s, i));
-  if (!wait_word(c, Phase::low_latency_rows, s, call.epoch, true, row + at / kWordPayload, &word)) return false;
+  if (!wait_for_word(c, Phase::low_latency_rows, s, call.epoch, true, row + at / kWordPayload, &word)) return false;
   const auto id = static_cast<int>(at % kWordPayload == 0 ? word.x : at % kWordPayload == 1 ? word.y : word.z);
   *e = id >= 0 && id < c.num_experts && t.owner[id] == c.team.rank ? t.local[id] : -1;
   return true;
