@@ -5,194 +5,18 @@
 #include "engine/cuda/device/chunk.cuh"
 #include "engine/cuda/kernels.h"
 #include "engine/cuda/low_latency/format.h"
-#include "engine/cuda/low_latency/start.cuh"
+#include "engine/cuda/low_latency/terms.cuh"
 
 namespace turnout::engine::cuda {
 namespace low_latency {
 namespace {
 
-constexpr int kUnit = PartialFormat::kUnit;
-constexpr int kThreads = 320 + 32;  // 299 units of a row of 7168, and the clerk
+/// 299 units of a row of 7168, and the clerk. Rows without alignment have more to do with fewer threads.
+template <bool kFast>
+inline constexpr int kThreads = kFast ? 320 + 32 : 256;
 
 __device__ __forceinline__ int num_unit_threads() { return num_threads() - 32; }
 __device__ __forceinline__ bool is_clerk() { return warp_id() == num_warps() - 1; }
-
-template <DType kType>
-inline constexpr int kElement = kType == DType::fp32 ? 4 : 2;
-/// 32-bit words of payload, and flagged words, of a unit.
-template <DType kType>
-inline constexpr int kPayload = kUnit * kElement<kType> / 4;
-template <DType kType>
-inline constexpr int kWords = kPayload<kType> / kWordPayload;
-
-struct Work {
-  const CombineArgs& a;
-  Call call;
-  PartialFormat f;
-  const int32_t* begins;       ///< [R + 1] received rows of each source
-  const int32_t* records;      ///< [R] where this rank's records begin in the staging of each source
-  const int32_t* sent;         ///< [R]
-  const int32_t* send_offset;  ///< [R + 1]
-};
-
-/// The terms of a received row, spread over the lanes of a warp: lane l holds entries l and l + 32.
-struct Terms {
-  uint64_t mask;  ///< the k's that are in the sum
-  int32_t row[2];
-  float weight[2];
-};
-__device__ __forceinline__ float weight_at(const CombineArgs& a, int64_t row) {
-  return a.weights_are_bf16 ? core::bf16_to_float(static_cast<const uint16_t*>(a.weights)[row]) : static_cast<const float*>(a.weights)[row];
-}
-/// Asked for first and looked at later: `row` and source weights of received row `n`, if n >= 0.
-__device__ __forceinline__ Terms ask_terms(const CombineArgs& a, int n) {
-  Terms t{0, {-1, -1}, {}};
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int k = h * 32 + lane_id();
-    const int64_t i = static_cast<int64_t>(n) * a.num_topk + k;
-    if (n < 0 || k >= a.num_topk) continue;
-    t.row[h] = a.layout == Layout::rank_major ? a.routing.recv_idx[i] : a.routing.position[i];
-    if (a.apply == CombineWeights::source) t.weight[h] = a.routing.recv_weights[i];
-  }
-  return t;
-}
-__device__ __forceinline__ Terms terms_of(const CombineArgs& a, int n, Terms t) {
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    if (h * 32 >= a.num_topk) break;
-    if (a.layout == Layout::rank_major && t.row[h] >= 0) t.row[h] = n;
-    if (t.row[h] >= 0 && a.apply == CombineWeights::rows) t.weight[h] = weight_at(a, t.row[h]);
-    t.mask |= static_cast<uint64_t>(__ballot_sync(kFull, t.row[h] >= 0)) << (h * 32);
-  }
-  return t;
-}
-
-/// Any 16 bytes, as many as there are; slow.
-__device__ __forceinline__ uint4 load_loose(const std::byte* p, int64_t n) {
-  uint32_t w[4] = {};
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-#pragma unroll 1
-    for (int i = 0; i < 4 && j * 4 + i < n; ++i) w[j] |= static_cast<uint32_t>(reinterpret_cast<const volatile unsigned char*>(p)[j * 4 + i]) << (i * 8);
-  }
-  return {w[0], w[1], w[2], w[3]};
-}
-__device__ __forceinline__ void store_loose(std::byte* p, uint4 v, int64_t n) {
-  const uint32_t w[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-#pragma unroll 1
-    for (int i = 0; i < 4 && j * 4 + i < n; ++i) p[j * 4 + i] = static_cast<std::byte>(w[j] >> (i * 8));
-  }
-}
-
-/// Value i of a packed unit.
-template <DType kType>
-__device__ __forceinline__ float value_of(const uint32_t* packed, int i) {
-  if constexpr (kType == DType::fp32) return __uint_as_float(packed[i]);
-  else if constexpr (kType == DType::bf16) return __uint_as_float(i % 2 ? packed[i / 2] & 0xffff0000 : packed[i / 2] << 16);
-  else return from_fp16(packed[i / 2] >> (i % 2 * 16) & 0xffff);
-}
-
-/// Where the three chunks of a unit are in a row, in bytes, and how many bytes of each there are.
-struct Place {
-  int32_t at[3], left[3];
-};
-template <DType kType>
-__device__ __forceinline__ Place place_of(const CombineArgs& a, int unit, int units, bool active) {
-  Place p;
-#pragma unroll
-  for (int j = 0; j < 3; ++j) {
-    p.at[j] = (unit + j * units) * kChunk * kElement<kType>;
-    p.left[j] = active ? static_cast<int32_t>(a.hidden) * kElement<kType> - p.at[j] : 0;
-  }
-  return p;
-}
-
-/// A unit of a row of y, as it is in memory.
-template <DType kType, bool kFast>
-__device__ __forceinline__ void load_unit(bool wanted, const std::byte* y, const Place& place, uint32_t* packed) {
-  constexpr int kLoads = kElement<kType> / 2;  // 16 bytes each, of a chunk
-#pragma unroll
-  for (int j = 0; j < 3; ++j) {
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      const std::byte* p = y + place.at[j] + i * 16;
-      uint4 v{};
-      if constexpr (kFast) {
-        v = load_stream_if(wanted && place.left[j] > 0, reinterpret_cast<const uint4*>(p));
-      } else {
-        if (wanted && place.left[j] > i * 16) v = load_loose(p, place.left[j] - i * 16);
-      }
-      uint32_t* to = packed + (j * kLoads + i) * 4;
-      to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
-    }
-  }
-}
-
-/// Rounds a unit to the type of the wire and of the result; NaN is canonical.
-template <DType kType>
-__device__ __forceinline__ void round_unit(const float* sum, uint32_t* out) {
-  if constexpr (kType == DType::fp32) {
-#pragma unroll
-    for (int i = 0; i < kUnit; ++i) out[i] = core::bits_of(core::canonical(sum[i]));
-  } else {
-    uint32_t nan = 0;
-#pragma unroll
-    for (int i = 0; i < kUnit / 2; ++i) {
-      out[i] = kType == DType::bf16 ? to_bf16(sum[2 * i], sum[2 * i + 1]) : to_fp16(sum[2 * i], sum[2 * i + 1]);
-      nan |= (out[i] & 0x7fff7fff) + 0x00010001;  // the instruction's NaN is all ones, and nothing else is
-    }
-    if (nan & 0x80008000) {
-      constexpr uint32_t kNan = kType == DType::bf16 ? core::kNanBf16 : core::kNanFp16;
-#pragma unroll
-      for (int i = 0; i < kUnit / 2; ++i) {
-        if ((out[i] & 0x7fff) == 0x7fff) out[i] = (out[i] & 0xffff0000) | kNan;
-        if ((out[i] >> 16 & 0x7fff) == 0x7fff) out[i] = (out[i] & 0xffff) | kNan << 16;
-      }
-    }
-  }
-}
-/// Sum of the terms of a row, a unit of it, rounded. The whole warp calls it. All loads of a batch come before their first use.
-/// -0 + x is x for every x, so a sum may start there.
-template <DType kType, bool kFast>
-__device__ __forceinline__ void sum_terms(const Work& w, const Terms& t, const Place& place, uint32_t* out) {
-  constexpr int kBatch = !kFast ? 1 : kType == DType::fp32 ? 3 : 6;
-  const CombineArgs& a = w.a;
-  const bool weighted = a.apply != CombineWeights::none;
-  float sum[kUnit];
-#pragma unroll
-  for (int i = 0; i < kUnit; ++i) sum[i] = -0.0f;
-  // A row of rank_major is its rank's partial already.
-  uint64_t left = a.layout == Layout::rank_major ? t.mask & (~t.mask + 1) : t.mask;
-  while (left) {
-    uint32_t raw[kBatch][kPayload<kType>];
-    uint64_t rest = left;
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      const int k = rest ? __ffsll(static_cast<long long>(rest)) - 1 : 0;
-      const int64_t row = __shfl_sync(kFull, k < 32 ? t.row[0] : t.row[1], k % 32);
-      load_unit<kType, kFast>(rest != 0, a.y + row * a.y_stride, place, raw[j]);
-      rest &= rest - 1;
-    }
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      if (!left) continue;
-      const int k = __ffsll(static_cast<long long>(left)) - 1;
-      left &= left - 1;
-      if (weighted) {
-        const float weight = __shfl_sync(kFull, k < 32 ? t.weight[0] : t.weight[1], k % 32);
-#pragma unroll
-        for (int i = 0; i < kUnit; ++i) sum[i] += value_of<kType>(raw[j], i) * weight;
-      } else {
-#pragma unroll
-        for (int i = 0; i < kUnit; ++i) sum[i] += value_of<kType>(raw[j], i);
-      }
-    }
-  }
-  round_unit<kType>(sum, out);
-}
 
 /// The scalar of entry `k` of received row `n`, where there is one.
 __device__ __forceinline__ float scalar_of(const CombineArgs& a, const Terms& t, int n, int h) {
@@ -323,24 +147,6 @@ __device__ __forceinline__ bool receive_unit(const Work& w, int rank, const uint
   return good;
 }
 
-template <DType kType, bool kFast>
-__device__ __forceinline__ void store_unit(std::byte* out, const Place& place, const uint32_t* p) {
-  constexpr int kStores = kElement<kType> / 2;
-#pragma unroll
-  for (int j = 0; j < 3; ++j) {
-#pragma unroll
-    for (int i = 0; i < kStores; ++i) {
-      const int32_t left = place.left[j] - i * 16;
-      std::byte* to = out + place.at[j] + i * 16;
-      const uint32_t* q = p + (j * kStores + i) * 4;
-      const uint4 v{q[0], q[1], q[2], q[3]};
-      if (left <= 0) continue;
-      if constexpr (kFast) store_stream(reinterpret_cast<uint4*>(to), v);
-      else store_loose(to, v, left);
-    }
-  }
-}
-
 /// Scalars of a part for the lanes that hold their k. The whole warp calls it.
 __device__ __forceinline__ bool receive_scalars(const Work& w, int rank, const uint4* from, uint64_t mask, float* scalar) {
   bool good = true;
@@ -443,7 +249,7 @@ __device__ void poison(const CombineArgs& a, int worker) {
 }
 
 template <DType kType, bool kFast>
-__global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_constant__ CombineArgs a) {
+__global__ void __launch_bounds__(kThreads<kFast>, 1) combine_kernel(const __grid_constant__ CombineArgs a) {
   __shared__ int32_t begins[kMaxRanks + 1], records[kMaxRanks], sent[kMaxRanks], send_offset[kMaxRanks + 1];
   __shared__ FactWords facts;
   const Common& c = a.common;
@@ -496,12 +302,13 @@ __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_const
 
 template <DType kType>
 cudaError_t launch(const CombineArgs& a, int blocks, cudaStream_t stream) {
-  const auto bits = reinterpret_cast<uintptr_t>(a.y) | reinterpret_cast<uintptr_t>(a.out) | static_cast<uintptr_t>(a.y_stride) | static_cast<uintptr_t>(a.out_stride);
+  const auto bits = reinterpret_cast<uintptr_t>(a.y) | reinterpret_cast<uintptr_t>(a.out) | static_cast<uintptr_t>(a.y_stride) |
+                    static_cast<uintptr_t>(a.out_stride);
   const int units = PartialFormat::of(a.hidden, kElement<kType>, a.num_topk, false).units;
   const int wanted = static_cast<int>(core::align_up(units, 32)) + 32;
-  const int threads = wanted < 128 ? 128 : wanted > kThreads ? kThreads : wanted;
-  if (bits % 16 == 0 && a.hidden % kChunk == 0) combine_kernel<kType, true><<<blocks, threads, 0, stream>>>(a);
-  else combine_kernel<kType, false><<<blocks, threads, 0, stream>>>(a);
+  const auto threads = [&](int most) { return wanted < 128 ? 128 : wanted > most ? most : wanted; };
+  if (bits % 16 == 0 && a.hidden % kUnitChunk == 0) combine_kernel<kType, true><<<blocks, threads(kThreads<true>), 0, stream>>>(a);
+  else combine_kernel<kType, false><<<blocks, threads(kThreads<false>), 0, stream>>>(a);
   return cudaGetLastError();
 }
 template <DType kType>

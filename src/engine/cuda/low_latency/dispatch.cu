@@ -2,6 +2,7 @@
 // the headers where they belong, and lays each out as its words arrive. Positions are counted twice or more often rather than
 // waited for: by every block for its own tokens, and by every block for the tables of the receiving side.
 #include "engine/cuda/kernels.h"
+#include "engine/cuda/low_latency/publish.cuh"
 #include "engine/cuda/low_latency/send.cuh"
 
 namespace turnout::engine::cuda {
@@ -123,7 +124,8 @@ __device__ __forceinline__ void send_tokens(const Work& w, int worker, const Ear
   for (int64_t token = worker; token < w.a.num_tokens; token += w.workers, ++j) {
     const int buffer = j % w.plan.num_own;
     std::byte* row = mine ? w.own_row(buffer) : w.received_row(0);
-    prepare_token<kIds>(w.a, w.f, w.t, w.token, token, j == 0 && mine ? early : nullptr, row, mine ? &own_place[buffer] : &own_place[SharedPlan::kMostOwn]);
+    prepare_token<kIds>(w.a, w.f, w.t, w.token, token, j == 0 && mine ? early : nullptr, row,
+                        mine ? &own_place[buffer] : &own_place[SharedPlan::kMostOwn]);
     send_row(w.a, w.f, w.token, w.call, row);
     if (mine) write_routing(w.a, w.t, w.token, token);
     __syncthreads();
@@ -226,64 +228,6 @@ __device__ __forceinline__ void fill_rest(const Work& w) {
   }
 }
 
-/// Block 0: what the headers of all ranks say, checked, and the tables that the handle keeps. False: given up.
-__device__ bool publish(const Work& w, const FactWords* facts) {
-  const DispatchArgs& a = w.a;
-  const Common& c = a.common;
-  const Routing& r = a.routing;
-  const int ranks = c.team.num_ranks, me = c.team.rank, local = a.num_local;
-  int32_t* rows = w.t.scratch;  // [s][d]
-  const bool good = receive_headers(c, w.call, a.cached ? HeaderInts::kRows : HeaderInts::experts(ranks), facts, [&](int s, int i, uint32_t value) {
-    if (a.cached) return;
-    if (i == HeaderInts::kTokens) r.source_tokens[s] = static_cast<int32_t>(value);
-    if (i >= HeaderInts::kRows) r.rows[s * ranks + i - HeaderInts::kRows] = rows[s * ranks + i - HeaderInts::kRows] = static_cast<int32_t>(value);
-  });
-  if (!__syncthreads_and(good)) return false;
-  if (a.cached) return true;
-  const int64_t room = a.block_rows;
-  const auto admitted = [&](int64_t begin, int64_t n) { return static_cast<int32_t>(begin + n <= room ? n : begin < room ? room - begin : 0); };
-  for (int d = thread(); d < ranks; d += num_threads()) {
-    int64_t begin = 0;
-    for (int s = 0; s < ranks; ++s) {
-      const int64_t n = rows[s * ranks + d];
-      if (s == me) r.send_begin[d] = static_cast<int32_t>(begin);
-      rows[s * ranks + d] = admitted(begin, n);
-      begin += n;
-    }
-    r.sent[d] = rows[me * ranks + d];
-  }
-  __syncthreads();
-  for (int s = thread(); s < ranks; s += num_threads()) {
-    int32_t at = 0;
-    for (int d = 0; d < me; ++d) at += rows[s * ranks + d];
-    r.record_begin[s] = at;
-  }
-  for (int d = thread(); d <= ranks; d += num_threads()) {
-    int32_t at = 0;
-    for (int x = 0; x < d; ++x) at += rows[me * ranks + x];
-    r.send_offset[d] = at;
-    r.recv_begin[d] = w.m->begins[d];
-  }
-  int pairs = 0, kept = 0;
-  for (int e = thread(); e < local; e += num_threads()) {
-    for (int s = 0; s < ranks; ++s) r.expert_base[s * local + e] = w.t.before[s * c.max_local + e];
-    r.expert_counts[e] = w.t.admitted[e];
-    pairs += w.t.total[e];
-    kept += w.t.admitted[e];
-  }
-  for (int e = thread(); e <= local; e += num_threads()) r.expert_offsets[e] = a.layout == Layout::expert_slab ? e * a.capacity : w.t.offset[e];
-  pairs = block_sum(pairs);
-  kept = block_sum(kept);
-  if (thread() == 0) {
-    const int token_rows = w.m->begins[ranks];
-    r.cut[0] = w.m->cut_row;
-    r.cut[1] = w.m->cut_k;
-    *r.num_rows = a.layout == Layout::rank_major ? token_rows : a.layout == Layout::expert_major ? w.t.offset[local] : kept;
-    *r.num_dropped = a.layout == Layout::rank_major ? w.m->asked - token_rows : pairs - kept;
-  }
-  return true;
-}
-
 /// The tables of a known routing.
 __device__ __forceinline__ bool load_known(const Work& w) {
   const DispatchArgs& a = w.a;
@@ -327,7 +271,8 @@ __global__ void __launch_bounds__(kMostThreads, 1) dispatch_kernel(const __grid_
     }
   }
   const Tables t = tables_at(a, plan, memory);
-  const int first_owner = thread() < c.num_experts ? __ldg(c.owner + thread()) : 0, first_local = thread() < c.num_experts ? __ldg(c.local + thread()) : 0;
+  const int first_owner = thread() < c.num_experts ? __ldg(c.owner + thread()) : 0,
+            first_local = thread() < c.num_experts ? __ldg(c.local + thread()) : 0;
   const Start start = start_of(c);
   const Call call = start.call;
   if (some && !a.cached) {
@@ -361,7 +306,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) dispatch_kernel(const __grid_
       if (good) fill_rest(w);
     }
     // Last, since rows are waited for by others of this block.
-    if (block() == 0) good = publish(w, &facts) && good && !is_over(c, call);
+    if (block() == 0) good = publish(a, call, t, admission, &facts) && good && !is_over(c, call);
     if (!good && !a.cached) clear_counts(a);
     bulk_finish();
   } else if (block() == 0 && !a.cached) {
@@ -404,7 +349,8 @@ cudaError_t launch_ll_dispatch(const DispatchArgs& a, int blocks, cudaStream_t s
 }
 
 cudaError_t prepare_ll_dispatch() {
-  for (const void* kernel : {reinterpret_cast<const void*>(low_latency::dispatch_kernel<8>), reinterpret_cast<const void*>(low_latency::dispatch_kernel<1>)}) {
+  for (const void* kernel :
+       {reinterpret_cast<const void*>(low_latency::dispatch_kernel<8>), reinterpret_cast<const void*>(low_latency::dispatch_kernel<1>)}) {
     if (const cudaError_t bad = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, low_latency::SharedPlan::kMost)) return bad;
   }
   return cudaSuccess;

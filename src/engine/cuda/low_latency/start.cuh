@@ -162,7 +162,8 @@ __device__ __forceinline__ void send_facts(const Common& c, Call call, FactWords
     const int rank = i / kNum, w = i % kNum;
     uint32_t p[kWordPayload];
     for (int j = 0; j < kWordPayload; ++j) p[j] = w * kWordPayload + j < HeaderInts::kRows ? facts->words[w * kWordPayload + j] : 0;
-    store_word(reinterpret_cast<uint4*>(c.team.base[rank] + c.arena.header_at(c.lane, call.copy, c.team.rank)) + w, uint4{p[0], p[1], p[2], call.epoch});
+    store_word(reinterpret_cast<uint4*>(c.team.base[rank] + c.arena.header_at(c.lane, call.copy, c.team.rank)) + w,
+               uint4{p[0], p[1], p[2], call.epoch});
   }
 }
 
