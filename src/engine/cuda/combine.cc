@@ -77,7 +77,8 @@ std::unique_ptr<DevicePending> Engine::combine(const turnout::CombineArgs& args,
   a.out_stride = up(row_bytes, 16);
   const int64_t x_bytes = args.out.defined() ? 0 : up(a.num_tokens * a.out_stride, 128);
   const int64_t lost_bytes = up(a.num_tokens * 4, 128), side_bytes = a.has_side ? a.num_tokens * a.num_topk * 4 : 0;
-  pending->result = std::make_shared<Hold>(shared_, shared_->results, static_cast<size_t>(std::max<int64_t>(x_bytes + lost_bytes + side_bytes, 128)), stream);
+  pending->result =
+      std::make_shared<Hold>(shared_, shared_->results, static_cast<size_t>(std::max<int64_t>(x_bytes + lost_bytes + side_bytes, 128)), stream);
   std::byte* base = pending->result->data();
   a.out = base;
   if (args.out.defined()) {

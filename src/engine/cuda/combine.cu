@@ -24,7 +24,9 @@ __device__ __forceinline__ bool term_of(const CombineArgs& a, int64_t n, int k, 
   if (e < 0) return false;
   t->row = a.routing.position[n * a.num_topk + k];
   if (t->row < 0) return false;
-  t->weight = a.apply == CombineWeights::source ? a.routing.recv_weights[n * a.num_topk + k] : a.apply == CombineWeights::rows ? weight_at(a, t->row) : 1.0f;
+  t->weight = a.apply == CombineWeights::source ? a.routing.recv_weights[n * a.num_topk + k]
+              : a.apply == CombineWeights::rows ? weight_at(a, t->row)
+                                                : 1.0f;
   return true;
 }
 
@@ -341,7 +343,8 @@ class TokenSum {
 __device__ void poison(const CombineArgs& a, int64_t first, int64_t step) {
   for (int64_t t = first; t < a.num_tokens; t += step) {
     for (int64_t i = lane_id(); i < a.hidden; i += 32) {
-      store_value(a.dtype, a.out + t * a.out_stride, i, a.dtype == DType::fp64 ? __longlong_as_double(0x7ff8000000000000ll) : static_cast<double>(NAN));
+      store_value(a.dtype, a.out + t * a.out_stride, i,
+                  a.dtype == DType::fp64 ? __longlong_as_double(0x7ff8000000000000ll) : static_cast<double>(NAN));
     }
     if (lane_id() == 0) a.num_lost[t] = 0;
     for (int k = lane_id(); a.out_side && k < a.num_topk; k += 32) a.out_side[t * a.num_topk + k] = 0;
@@ -403,8 +406,9 @@ cudaError_t launch(const CombineArgs& a, bool send, bool receive, int blocks, cu
 template <class T>
 cudaError_t load() {
   cudaFuncAttributes unused;
-  for (const void* kernel : {reinterpret_cast<const void*>(combine_kernel<T, true, true>), reinterpret_cast<const void*>(combine_kernel<T, true, false>),
-                             reinterpret_cast<const void*>(combine_kernel<T, false, true>)}) {
+  for (const void* kernel :
+       {reinterpret_cast<const void*>(combine_kernel<T, true, true>), reinterpret_cast<const void*>(combine_kernel<T, true, false>),
+        reinterpret_cast<const void*>(combine_kernel<T, false, true>)}) {
     if (const cudaError_t bad = cudaFuncGetAttributes(&unused, kernel)) return bad;
   }
   return cudaSuccess;

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <chrono>
 
+#include "engine/cuda/carver.h"
 #include "engine/cuda/engine.h"
 #include "engine/cuda/kernels.h"
 #include "engine/cuda/pending.h"
@@ -15,23 +16,6 @@ using transport::device::CurrentDevice;
 namespace {
 
 int64_t up(int64_t n, int64_t to) { return core::align_up(n, to); }
-
-/// Offsets of the arrays of a routing: first with no base, for the size; then with one.
-class Carver {
- public:
-  explicit Carver(std::byte* base) : base_(base) {}
-  template <class T>
-  T* take(int64_t n) {
-    const int64_t here = at_;
-    at_ = up(at_ + n * static_cast<int64_t>(sizeof(T)), 128);
-    return base_ ? reinterpret_cast<T*>(base_ + here) : nullptr;
-  }
-  size_t num_bytes() const { return static_cast<size_t>(at_); }
-
- private:
-  std::byte* base_;
-  int64_t at_ = 0;
-};
 
 size_t carve_source_side(Routing& r, std::byte* base, int64_t tokens, int topk, bool has_weights, int num_ranks, int num_local) {
   Carver at(base);
@@ -167,9 +151,11 @@ void Engine::place_result(const turnout::DispatchArgs& args, DispatchArgs& a, st
   if (args.result != ResultKind::fresh && !args.out.defined()) lease = shared_->region.take(static_cast<size_t>(at), stream);
   if (!lease && args.result == ResultKind::lease) {
     throw InvalidArgument("dispatch: result=lease, but the receive region has no " + std::to_string(at) + " bytes free in one piece (" +
-                          std::to_string(shared_->region.largest_gap()) + " at most): release results, or make the Buffer with a larger receive_bytes");
+                          std::to_string(shared_->region.largest_gap()) +
+                          " at most): release results, or make the Buffer with a larger receive_bytes");
   }
-  *result = lease ? std::make_shared<Hold>(shared_, *lease) : std::make_shared<Hold>(shared_, shared_->results, static_cast<size_t>(std::max<int64_t>(at, 128)), stream);
+  *result = lease ? std::make_shared<Hold>(shared_, *lease)
+                  : std::make_shared<Hold>(shared_, shared_->results, static_cast<size_t>(std::max<int64_t>(at, 128)), stream);
   std::byte* base = (*result)->data();
   a.out_x = base + x_at;
   a.out_scales = base + scales_at;
@@ -243,7 +229,8 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
       rows = a.layout == Layout::expert_slab ? most : a.layout == Layout::rank_major ? a.capacity : std::min(a.capacity, most);
       a.result_rows = a.layout == Layout::expert_slab ? a.capacity * a.num_local : a.capacity;
     } else {
-      if (capture_of(stream)) throw InvalidArgument("dispatch: size is exact, so the host must wait for counts, but the stream is being captured; give a capacity");
+      if (capture_of(stream))
+        throw InvalidArgument("dispatch: size is exact, so the host must wait for counts, but the stream is being captured; give a capacity");
       a.counts_for_host = counts_->device();
       check(launch_plan(a, num_ranks_, config_.num_experts, plan_blocks, stream), "plan kernel");
       planned = true;
@@ -291,7 +278,10 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
   }
   check(launch_move(a, true, false, a.move_blocks, stream), "move kernel");
   a.common.last_of_send = false;
-  if (args.receive == Receive::resident) pending->receive_on(lane.side_stream);
+  if (args.receive == Receive::resident) {
+    if (!lane.resident) lane.resident = new_stream(device_);
+    pending->receive_on(lane.resident.get());
+  }
   return pending;
 }
 

@@ -107,8 +107,7 @@ Memory::~Memory() {
   cudaGetDevice(&before);
   cudaSetDevice(device_);
   for (std::byte* data : all_) cudaFreeAsync(data, stream_);
-  if (stream_) cudaStreamSynchronize(stream_);
-  if (stream_) cudaStreamDestroy(stream_);
+  cudaStreamSynchronize(stream_);
   cudaSetDevice(before);
 }
 
@@ -131,7 +130,6 @@ Memory::Piece Memory::take(size_t num_bytes, cudaStream_t stream) {
   // cudaMalloc may wait for the GPU to be idle, and with it for a kernel that waits for this very rank. An allocation in order of a
   // stream that does nothing else does not, and is out of the way of a capture.
   transport::device::CurrentDevice current(device_);
-  if (!stream_) check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate");
   void* data = nullptr;
   check(cudaMallocAsync(&data, size, stream_), "cudaMallocAsync of " + std::to_string(size) + " bytes for a result");
   check(cudaStreamSynchronize(stream_), "cudaMallocAsync");

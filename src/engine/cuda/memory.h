@@ -65,7 +65,7 @@ class Region {
 /// Device memory that is not symmetric.
 class Memory {
  public:
-  Memory(int device, Allocator* allocator) : device_(device), allocator_(allocator) {}
+  Memory(int device, Allocator* allocator, cudaStream_t stream) : device_(device), allocator_(allocator), stream_(stream) {}
   ~Memory();
   struct Piece {
     std::byte* data = nullptr;
@@ -80,12 +80,12 @@ class Memory {
  private:
   int device_;
   Allocator* allocator_;
+  cudaStream_t stream_;  ///< of allocations; nothing that waits is ever on it
   std::mutex mutex_;
   Fences fences_;
-  std::multimap<size_t, std::byte*> free_;                            ///< by size
-  std::map<uint64_t, std::multimap<size_t, std::byte*>> captured_;    ///< free again within their capture only
+  std::multimap<size_t, std::byte*> free_;                          ///< by size
+  std::map<uint64_t, std::multimap<size_t, std::byte*>> captured_;  ///< free again within their capture only
   std::vector<std::byte*> all_;
-  cudaStream_t stream_ = nullptr;  ///< of allocations
 };
 
 }  // namespace turnout::engine::cuda

@@ -1,6 +1,8 @@
 // First kernel of a dispatch in throughput mode. Tokens are counted in chunks, which blocks take by ticket; a chunk's prefix is
 // the sum of the chunks before it, whose blocks have started. The block of the last chunk knows the totals: it exchanges
 // headers with all ranks. Then every block sends ids, weights and positions of its chunks to where the rows will go.
+#include <algorithm>
+
 #include "engine/cuda/device/header.cuh"
 #include "engine/cuda/device/rows.cuh"
 #include "engine/cuda/kernels.h"
@@ -151,7 +153,8 @@ __device__ bool exchange(const DispatchArgs& a, const Shared& s, Call call) {
   const Common& c = a.common;
   const ExpertTable& experts = *c.experts;
   const int num_ranks = c.team.num_ranks, me = c.team.rank;
-  if (threadIdx.x == 0) fill_facts(c, call.epoch, *reinterpret_cast<const volatile uint32_t*>(&c.lane_control->bad_ids) == call.epoch, a.num_tokens, &facts);
+  if (threadIdx.x == 0)
+    fill_facts(c, call.epoch, *reinterpret_cast<const volatile uint32_t*>(&c.lane_control->bad_ids) == call.epoch, a.num_tokens, &facts);
   __syncthreads();
   send_header(c, call, HeaderInts::experts(num_ranks) + experts.max_local, [&](int rank, int i) -> uint32_t {
     if (i < HeaderInts::kRows) return facts.words[i];
@@ -293,7 +296,8 @@ __global__ void __launch_bounds__(kThreads, 1) plan_kernel(const __grid_constant
     place_chunk(a, s, mine[i], num_groups);
     if (mine[i] != chunks - 1) continue;
     if (a.capacity >= 0) {
-      for (int d = static_cast<int>(threadIdx.x); d < c.team.num_ranks; d += kThreads) send_offer(c, call, d, a.block, a.block_rows, static_cast<uint32_t>(a.move_blocks));
+      for (int d = static_cast<int>(threadIdx.x); d < c.team.num_ranks; d += kThreads)
+        send_offer(c, call, d, a.block, a.block_rows, static_cast<uint32_t>(a.move_blocks));
     }
     if (!exchange(a, s, call)) return;
     if (a.counts_for_host) tell_host(a, call.epoch);
@@ -334,7 +338,8 @@ __global__ void __launch_bounds__(kThreads, 1) meta_kernel(const __grid_constant
 }
 
 /// Start of a call whose routing is known: facts and offers only. One block. Also how a refused call is told (no offers then).
-__global__ void __launch_bounds__(128, 1) hello_kernel(const __grid_constant__ Common c, size_t block, int64_t block_rows, uint32_t channels, bool refused) {
+__global__ void __launch_bounds__(128, 1)
+    hello_kernel(const __grid_constant__ Common c, size_t block, int64_t block_rows, uint32_t channels, bool refused) {
   __shared__ FactWords facts;
   const Call call = call_of(c);
   clear_next_tickets(c, call);
@@ -349,7 +354,8 @@ __global__ void __launch_bounds__(128, 1) hello_kernel(const __grid_constant__ C
     // A peer that has had a header of this call already (exact size) sees it in the offer.
     for (int d = static_cast<int>(threadIdx.x); d < c.team.num_ranks; d += static_cast<int>(blockDim.x)) send_offer(c, call, d, 0, kRefusedOffer, 0);
   } else {
-    for (int d = static_cast<int>(threadIdx.x); d < c.team.num_ranks; d += static_cast<int>(blockDim.x)) send_offer(c, call, d, block, block_rows, channels);
+    for (int d = static_cast<int>(threadIdx.x); d < c.team.num_ranks; d += static_cast<int>(blockDim.x))
+      send_offer(c, call, d, block, block_rows, channels);
     receive_headers(c, call, HeaderInts::kRows, &facts, [](int, int, uint32_t) {});
   }
   __syncthreads();
@@ -368,13 +374,13 @@ int plan_groups(int num_ranks, int num_experts) {
 cudaError_t launch_plan(const DispatchArgs& a, int num_ranks, int num_experts, int blocks, cudaStream_t stream) {
   const int groups = plan_groups(num_ranks, num_experts);
   const size_t bytes = static_cast<size_t>((num_ranks + num_experts) * (groups + 1) + 2 * kPairs) * 4;
-  const int chunks = num_chunks(a.num_tokens);
-  plan_kernel<<<blocks < chunks ? blocks : chunks, kThreads, bytes, stream>>>(a, groups);
+  const int chunks = num_chunks(a.num_tokens), grid = std::min(blocks, chunks);
+  plan_kernel<<<grid, kThreads, bytes, stream>>>(a, groups);
   return cudaGetLastError();
 }
 cudaError_t launch_meta(const DispatchArgs& a, int blocks, cudaStream_t stream) {
-  const int chunks = num_chunks(a.num_tokens);
-  meta_kernel<<<blocks < chunks ? blocks : chunks, kThreads, 0, stream>>>(a);
+  const int chunks = num_chunks(a.num_tokens), grid = std::min(blocks, chunks);
+  meta_kernel<<<grid, kThreads, 0, stream>>>(a);
   return cudaGetLastError();
 }
 cudaError_t launch_hello(const Common& c, size_t block, int64_t block_rows, int channels, bool refused, cudaStream_t stream) {
