@@ -25,8 +25,8 @@ cudaError_t launch_admit(const DispatchArgs& args, int blocks, cudaStream_t stre
 cudaError_t launch_move(const DispatchArgs& args, bool send, bool receive, int blocks, cudaStream_t stream);
 cudaError_t launch_combine(const CombineArgs& args, bool send, bool receive, int blocks, cudaStream_t stream);
 
-/// low_latency: one kernel a call, for what these say they can do. All ranks say the same: only facts that they agree on count,
-/// but for num_tokens, which must not exceed ll_tokens on any rank.
+/// low_latency: one kernel a call, for what these say they can do. All ranks say the same: only facts that they agree on count.
+/// REQUIRES of a launch: num_tokens <= ll_tokens of the arena.
 bool can_ll_dispatch(const DispatchArgs& args);
 bool can_ll_combine(const CombineArgs& args);
 /// Blocks that serve a call best on a GPU of `num_sms`; any number from 1 to kMaxChannels does.

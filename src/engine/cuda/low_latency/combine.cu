@@ -29,7 +29,7 @@ __device__ __forceinline__ float scalar_of(const CombineArgs& a, const Terms& t,
 __device__ __forceinline__ void send_books(const Work& w, const Terms& t, int n, uint4* to) {
   const CombineArgs& a = w.a;
   if (lane_id() == 0) store_word(to + w.f.mask, uint4{static_cast<uint32_t>(t.mask), static_cast<uint32_t>(t.mask >> 32), 0, w.call.epoch});
-  if (!a.side) return;
+  if (!a.has_side) return;
   const float low = scalar_of(a, t, n, 0), high = scalar_of(a, t, n, 1);
   for (int first = 0; first < a.num_topk; first += kWordPayload) {
     uint32_t p[kWordPayload];
@@ -217,14 +217,14 @@ __device__ __forceinline__ bool keep_books(const Work& w, int64_t token, const P
   const Terms own = terms_of(a, own_row, asked);
   uint64_t present = own.mask;
   float scalar[2] = {0.0f, 0.0f};
-  if (a.side && own_row >= 0) scalar[0] = scalar_of(a, own, own_row, 0), scalar[1] = scalar_of(a, own, own_row, 1);
+  if (a.has_side && own_row >= 0) scalar[0] = scalar_of(a, own, own_row, 0), scalar[1] = scalar_of(a, own, own_row, 1);
   for (int rank = -1, at = 0; (rank = next_part(parts, rank, &at)) >= 0;) {
     if (rank == me) continue;
     const uint4* from = staged(w, rank, at);
     uint4 word;
     bool good = wait_for_word(a.common, Phase::low_latency_partials, rank, w.call.epoch, true, from + w.f.mask, &word);
     const uint64_t mask = word.x | static_cast<uint64_t>(word.y) << 32;
-    if (good && a.side) good = receive_scalars(w, rank, from, mask, scalar);
+    if (good && a.has_side) good = receive_scalars(w, rank, from, mask, scalar);
     if (!__all_sync(kFull, good)) return false;
     present |= mask;
   }
@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(kThreads<kFast>, 1) combine_kernel(const __gri
   const Call call = start.call;
   bool good = !__syncthreads_or(start.over);
   if (good) {
-    const Work w{a, call, PartialFormat::of(a.hidden, kElement<kType>, a.num_topk, a.side != nullptr), begins, records, sent, send_offset};
+    const Work w{a, call, PartialFormat::of(a.hidden, kElement<kType>, a.num_topk, a.has_side), begins, records, sent, send_offset};
     parts = parts_of(w, parts);
     int own_row = own_place(w, parts);
     Terms own = ask_terms(a, own_row);
@@ -324,8 +324,8 @@ cudaError_t load() {
 bool can_ll_combine(const CombineArgs& a) {
   const Arena& arena = a.common.arena;
   const bool type = a.dtype == DType::bf16 || a.dtype == DType::fp16 || a.dtype == DType::fp32;
-  if (!type || a.wire != Wire::payload || a.node_of_rank || arena.ll_tokens == 0 || a.num_tokens > arena.ll_tokens) return false;
-  const PartialFormat f = PartialFormat::of(a.hidden, static_cast<int>(size_of(a.dtype)), a.num_topk, a.side != nullptr);
+  if (!type || a.wire != Wire::payload || a.node_of_rank || arena.ll_tokens == 0) return false;
+  const PartialFormat f = PartialFormat::of(a.hidden, static_cast<int>(size_of(a.dtype)), a.num_topk, a.has_side);
   const int parts = a.num_topk < a.common.team.num_ranks ? a.num_topk : a.common.team.num_ranks;
   return static_cast<size_t>(f.num_words) * 16 <= arena.ll_combine_row && parts <= arena.ll_combine_copies;
 }

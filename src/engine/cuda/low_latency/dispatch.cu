@@ -21,6 +21,7 @@ struct Work {
   Token* token;
   Admission* m;
   std::byte* memory;
+  int32_t* laid;  ///< [R] rows of each source that this block has laid out, where they are counted
   int worker, workers;
 
   __device__ std::byte* own_row(int i) const { return memory + i * plan.row_stride; }
@@ -92,6 +93,7 @@ __device__ __forceinline__ int place(const Work& w, const std::byte* row, int s,
 __device__ __forceinline__ void lay_out(const Work& w, const std::byte* row, int s, int n) {
   const DispatchArgs& a = w.a;
   __shared__ int32_t where[kMaxTopk];
+  if (a.arrived && thread() == 0) ++w.laid[s];
   const int k = thread();
   bool all_bulk = true;
   for_each_part(a, w.f, [&](std::byte* to, int64_t stride, int, int64_t bytes) { all_bulk = all_bulk && fits_bulk(to, stride, bytes); });
@@ -239,6 +241,16 @@ __device__ __forceinline__ bool load_known(const Work& w) {
   return __syncthreads_and(all_agree(a.common, w.call));
 }
 
+/// Tells the counters of a resident receive. After the copies have ended.
+__device__ __forceinline__ void count_arrivals(const Work& w) {
+  bulk_finish();
+  __threadfence();
+  __syncthreads();
+  for (int s = thread(); s < w.a.common.team.num_ranks; s += num_threads()) {
+    if (w.laid[s]) atomicAdd(reinterpret_cast<unsigned long long*>(w.a.arrived + s), static_cast<unsigned long long>(w.laid[s]));
+  }
+}
+
 /// A call that failed says that it brought nothing.
 __device__ void clear_counts(const DispatchArgs& a) {
   for (int e = thread(); e <= a.num_local; e += num_threads()) {
@@ -254,7 +266,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) dispatch_kernel(const __grid_
   __shared__ Token token;
   __shared__ Admission admission;
   __shared__ FactWords facts;
-  __shared__ int32_t own_place[SharedPlan::kMostOwn + 1];
+  __shared__ int32_t own_place[SharedPlan::kMostOwn + 1], laid[kMaxRanks];
   const Common& c = a.common;
   const int workers = num_workers(), worker = worker_of(block());
   const RowFormat f = RowFormat::of(a);
@@ -285,7 +297,8 @@ __global__ void __launch_bounds__(kMostThreads, 1) dispatch_kernel(const __grid_
     t.owner[e] = static_cast<uint8_t>(first ? first_owner : __ldg(c.owner + e));
     t.local[e] = static_cast<uint16_t>(first ? first_local : __ldg(c.local + e));
   }
-  const Work w{a, call, f, plan, t, &token, &admission, memory, worker, workers};
+  for (int s = thread(); s < c.team.num_ranks; s += num_threads()) laid[s] = 0;
+  const Work w{a, call, f, plan, t, &token, &admission, memory, laid, worker, workers};
 
   if (!__syncthreads_or(start.over)) {
     const HeaderItems items(a);
@@ -309,6 +322,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) dispatch_kernel(const __grid_
     if (block() == 0) good = publish(a, call, t, admission, &facts) && good && !is_over(c, call);
     if (!good && !a.cached) clear_counts(a);
     bulk_finish();
+    if (good && a.arrived) count_arrivals(w);
   } else if (block() == 0 && !a.cached) {
     clear_counts(a);
   }
@@ -328,11 +342,11 @@ int threads_for(const DispatchArgs& a) {
 
 bool can_ll_dispatch(const DispatchArgs& a) {
   const Arena& arena = a.common.arena;
-  const bool known = a.common.owner && a.common.local;
-  return known && arena.ll_tokens > 0 && a.num_tokens <= arena.ll_tokens && arena.ll_tokens < (1 << 18) && a.capacity >= 0 && a.first_row == 0 &&
-         a.arrived == nullptr && a.num_topk <= kMaxTopk && a.common.num_experts <= 32768 &&
+  DispatchArgs least = a;  // of a rank without tokens: as much as all ranks need
+  least.num_tokens = 0;
+  return arena.ll_tokens > 0 && a.capacity >= 0 && a.num_topk <= kMaxTopk && a.common.num_experts <= 32768 &&
          static_cast<size_t>(RowFormat::of(a).num_words) * 16 <= arena.ll_dispatch_row &&
-         low_latency::SharedPlan::of(a, kMaxChannels).num_bytes <= low_latency::SharedPlan::kMost;
+         low_latency::SharedPlan::of(least, 1).num_bytes <= low_latency::SharedPlan::kMost;
 }
 
 int ll_dispatch_blocks(const DispatchArgs& a, int num_sms) {

@@ -109,6 +109,23 @@ struct HeaderItems {
   }
 };
 
+/// Until word `w` of the header of `source` is there. A rank that refuses the call, or makes another, may never send it: its first word
+/// says so. False: that, or given up.
+__device__ inline bool wait_for_header(const Common& c, Call call, int source, int w, uint4* word) {
+  const uint4 *theirs = header_words(c, call, source), *ours = header_words(c, call, c.team.rank);
+  bool differs = false;
+  const bool came = wait_for(
+      c, Phase::counts, source, call.epoch, false,
+      [&] {
+        *word = load_word(theirs + w);
+        const uint4 first = load_word(theirs), mine = load_word(ours);
+        differs = first.w == call.epoch && (first.z != 0 || (mine.w == call.epoch && (first.x != mine.x || first.y != mine.y)));
+        return word->w == call.epoch || differs;
+      },
+      [&] { return word->w; });
+  return came && !differs;
+}
+
 /// Counts that the headers bring; `seen`: this thread's first item. False: given up.
 __device__ inline bool gather_counts(const DispatchArgs& a, Call call, const Tables& t, Admission* m, const HeaderItems& items, uint4 seen) {
   const Common& c = a.common;
@@ -117,7 +134,7 @@ __device__ inline bool gather_counts(const DispatchArgs& a, Call call, const Tab
   for (int i = thread(); good && i < items.num; i += num_threads()) {
     const int s = i / items.per_source, j = i % items.per_source, w = items.word(c, j);
     uint4 word = seen;
-    if (i != thread() || word.w != call.epoch) good = wait_for_word(c, Phase::counts, s, call.epoch, false, header_words(c, call, s) + w, &word);
+    if (i != thread() || word.w != call.epoch) good = wait_for_header(c, call, s, w, &word);
     const uint32_t p[kWordPayload] = {word.x, word.y, word.z};
 #pragma unroll
     for (int x = 0; x < kWordPayload; ++x) {
