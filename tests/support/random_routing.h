@@ -129,6 +129,7 @@ struct RandomLimits {
   std::vector<RoutingKind> kinds{std::begin(kRoutingKinds), std::end(kRoutingKinds)};
   std::vector<Layout> layouts{Layout::rank_major, Layout::expert_major, Layout::expert_slab};
   std::vector<DType> dtypes{DType::bf16, DType::fp16, DType::fp32, DType::fp64, DType::u8, DType::i64};
+  std::vector<Wire> wires{Wire::payload, Wire::fp32, Wire::fp8, Wire::rows};
   bool exact = true, capacity = true, quantize = true, side = true, several_nodes = true;
 };
 
@@ -204,7 +205,7 @@ inline RandomProblem random_problem(uint64_t seed, const RandomLimits& limits) {
   p.hidden = random.chance(0.7) ? d.hidden : random.between(1, limits.max_hidden);
   p.apply = random.one_of(std::vector<CombineWeights>{CombineWeights::none, CombineWeights::source, CombineWeights::rows});
   if (p.apply == CombineWeights::source && (by_rank || !d.has_weights)) p.apply = CombineWeights::none;
-  p.wire = random.one_of(std::vector<Wire>{Wire::payload, Wire::fp32, Wire::fp8, Wire::rows});
+  p.wire = random.one_of(limits.wires);
   if (p.wire == Wire::rows && by_rank) p.wire = Wire::payload;
   p.with_side = random.chance(0.4);
   p.specials = limits.specials;

@@ -57,6 +57,7 @@ struct LaneControl {
   uint32_t tickets[16][kNumTickets] = {};  ///< [copy]
   uint32_t failed = 0;                     ///< epoch of the last call that was refused or that ranks disagreed about: its kernels do nothing
   uint32_t bad_ids = 0;                    ///< epoch of the last call whose ids were out of range here: it tells its peers
+  uint32_t started[kMaxChannels] = {};     ///< epoch of the last low_latency call in which block b has started
 };
 
 /// Owner and local number of every expert: device memory that set_expert_to_rank() rewrites in stream order.
@@ -109,6 +110,11 @@ struct Common {
   LaneControl* lane_control = nullptr;
   HostWords* host = nullptr;
   const ExpertTable* experts = nullptr;
+  /// The same arrays as in `experts`, whose addresses never change: one load less before the first row is sent.
+  const int32_t* owner = nullptr;  ///< [P]
+  const int32_t* local = nullptr;  ///< [P]
+  int num_experts = 0;
+  int max_local = 0;
   int lane = 0;
   /// The call is the one issued `back` calls ago on its lane (0: the one being issued: its epoch is the word in LaneControl + 1).
   int back = 0;

@@ -32,6 +32,23 @@ void shape_record(CombineArgs& a) {
 
 }  // namespace
 
+/// The result: rows, num_lost, scalars.
+void Engine::place_sums(const turnout::CombineArgs& args, CombineArgs& a, std::shared_ptr<Hold>* result, cudaStream_t stream) const {
+  const int64_t row_bytes = a.hidden * static_cast<int64_t>(size_of(a.dtype));
+  a.out_stride = up(row_bytes, 16);
+  const int64_t x_bytes = args.out.defined() ? 0 : up(a.num_tokens * a.out_stride, 128);
+  const int64_t lost_bytes = up(a.num_tokens * 4, 128), side_bytes = a.has_side ? a.num_tokens * a.num_topk * 4 : 0;
+  *result = std::make_shared<Hold>(shared_, shared_->results, static_cast<size_t>(std::max<int64_t>(x_bytes + lost_bytes + side_bytes, 128)), stream);
+  std::byte* base = (*result)->data();
+  a.out = base;
+  if (args.out.defined()) {
+    a.out = static_cast<std::byte*>(args.out.data);
+    a.out_stride = args.out.strides[0] * static_cast<int64_t>(size_of(args.out.dtype));
+  }
+  a.num_lost = reinterpret_cast<int32_t*>(base + x_bytes);
+  a.out_side = a.has_side ? reinterpret_cast<float*>(base + x_bytes + lost_bytes) : nullptr;
+}
+
 std::unique_ptr<DevicePending> Engine::combine(const turnout::CombineArgs& args, const CallFacts& facts, const RoutingFacts& routing,
                                                std::shared_ptr<const DeviceRouting> handle, bool receive_now) {
   CurrentDevice current(device_);
@@ -61,6 +78,10 @@ std::unique_ptr<DevicePending> Engine::combine(const turnout::CombineArgs& args,
   a.node_of_rank = topology_.num_nodes() > 1 ? node_of_rank_ : nullptr;
   a.flags = lanes_[static_cast<size_t>(args.lane)].flags;
   shape_record(a);
+  if (is_low_latency(a)) {
+    combine_low_latency(args, *pending);
+    return pending;
+  }
   // Room for what may come back: known for exact size, else each token from as many ranks as it can have gone to.
   const int64_t records = pending->routing->sent_total >= 0 ? pending->routing->sent_total : a.num_tokens * std::min(num_ranks_, a.num_topk);
   a.block_rows = records;
@@ -72,21 +93,7 @@ std::unique_ptr<DevicePending> Engine::combine(const turnout::CombineArgs& args,
   }
   pending->block = std::make_shared<Hold>(shared_, *lease);
   a.block = lease->block.offset;
-  // The result: rows, num_lost, scalars.
-  const int64_t row_bytes = a.hidden * static_cast<int64_t>(size_of(a.dtype));
-  a.out_stride = up(row_bytes, 16);
-  const int64_t x_bytes = args.out.defined() ? 0 : up(a.num_tokens * a.out_stride, 128);
-  const int64_t lost_bytes = up(a.num_tokens * 4, 128), side_bytes = a.has_side ? a.num_tokens * a.num_topk * 4 : 0;
-  pending->result =
-      std::make_shared<Hold>(shared_, shared_->results, static_cast<size_t>(std::max<int64_t>(x_bytes + lost_bytes + side_bytes, 128)), stream);
-  std::byte* base = pending->result->data();
-  a.out = base;
-  if (args.out.defined()) {
-    a.out = static_cast<std::byte*>(args.out.data);
-    a.out_stride = args.out.strides[0] * static_cast<int64_t>(size_of(args.out.dtype));
-  }
-  a.num_lost = reinterpret_cast<int32_t*>(base + x_bytes);
-  a.out_side = a.has_side ? reinterpret_cast<float*>(base + x_bytes + lost_bytes) : nullptr;
+  place_sums(args, a, &pending->result, stream);
 
   LaneState& lane = lanes_[static_cast<size_t>(args.lane)];
   check(launch_combine(a, true, receive_now, blocks(args.num_sms > 0 ? args.num_sms : num_sms_), stream), "combine kernel");

@@ -67,6 +67,7 @@ std::shared_ptr<RoutingMemory> Engine::new_routing(const turnout::DispatchArgs& 
   r->source_side = std::make_shared<Hold>(shared_, shared_->own, bytes, stream);
   carve_source_side(r->view, r->source_side->data(), tokens, topk, weights, num_ranks_, max_local_);
   r->num_local = local;
+  r->max_local = max_local_;
   r->generation = experts_hash_;
   return r;
 }
@@ -208,6 +209,11 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
   auto pending = std::make_unique<PendingCall>(shared_from_this(), args.lane, stream);
   DispatchArgs& a = pending->dispatch;
   a = dispatch_args(args, facts, routing);
+  if (is_low_latency(a)) {
+    const bool counts_arrivals = args.receive == Receive::resident && !receive_now;
+    dispatch_low_latency(args, *pending, std::static_pointer_cast<const RoutingMemory>(cached), counts_arrivals);
+    return pending;
+  }
   std::shared_ptr<RoutingMemory> fresh;
   int64_t rows = 0;
   const int plan_blocks = blocks(args.num_sms > 0 ? args.num_sms : kMaxChunks);

@@ -55,6 +55,8 @@ void load_kernels(int device) {
   check(prepare_admit(), "loading the admit kernel");
   check(prepare_move(), "loading the move kernels");
   check(prepare_combine(), "loading the combine kernels");
+  check(prepare_ll_dispatch(), "loading the low_latency dispatch kernels");
+  check(prepare_ll_combine(), "loading the low_latency combine kernels");
 }
 
 /// A capture under way in this process would record, or be broken by, what construction does.
@@ -174,6 +176,10 @@ Common Engine::common(int lane, const CallFacts& facts, int num_calls_ago, bool 
   c.lane_control = lane_controls_ + lane;
   c.host = words_->device();
   c.experts = experts_;
+  c.owner = reinterpret_cast<const int32_t*>(expert_arrays_);
+  c.local = c.owner + config_.num_experts;
+  c.num_experts = config_.num_experts;
+  c.max_local = max_local_;
   c.lane = lane;
   c.back = num_calls_ago;
   c.last_of_send = last_of_send;

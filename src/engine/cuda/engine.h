@@ -72,8 +72,8 @@ class RoutingMemory : public DeviceRouting {
   int64_t result_rows = 0;
   int64_t num_rows = -1, num_pairs = -1;  ///< known for exact size
   int64_t generation = 0;
-  int num_local = 0;
-  int64_t sent_total = -1;  ///< rows that this rank sends, if known
+  int num_local = 0, max_local = 0;  ///< experts of this rank, and of the rank with most
+  int64_t sent_total = -1;           ///< rows that this rank sends, if known
   std::shared_ptr<Hold> source_side, receive_side;
 };
 
@@ -92,6 +92,8 @@ class Mapped {
   T* host_ = nullptr;
   T* device_ = nullptr;
 };
+
+class PendingCall;
 
 class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> {
  public:
@@ -135,6 +137,11 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
   void add_receive_side(RoutingMemory& r, int64_t block_rows, int64_t result_rows, int num_topk, bool has_weights, Layout layout,
                         cudaStream_t stream) const;
   DispatchArgs dispatch_args(const turnout::DispatchArgs& args, const CallFacts& facts, const RoutingFacts& routing) const;
+  bool is_low_latency(const DispatchArgs& a) const;
+  bool is_low_latency(const CombineArgs& a) const;
+  void dispatch_low_latency(const turnout::DispatchArgs& args, PendingCall& call, std::shared_ptr<const RoutingMemory> cached, bool counts_arrivals);
+  void combine_low_latency(const turnout::CombineArgs& args, PendingCall& call);
+  void place_sums(const turnout::CombineArgs& args, CombineArgs& a, std::shared_ptr<Hold>* result, cudaStream_t stream) const;
   void wait_for_counts(DispatchArgs& a, RoutingMemory& r, int64_t* num_block_rows, cudaStream_t stream);
   void place_block(DispatchArgs& a, int64_t rows, std::shared_ptr<Hold>* block, cudaStream_t stream) const;
   void place_result(const turnout::DispatchArgs& args, DispatchArgs& a, std::shared_ptr<Hold>* result, cudaStream_t stream) const;

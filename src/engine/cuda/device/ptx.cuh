@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/dtype.h"
+
 namespace turnout::engine::cuda {
 
 __device__ __forceinline__ uint64_t load_relaxed(const uint64_t* p) {
@@ -68,10 +70,50 @@ __device__ __forceinline__ uint4 load_word(const uint4* p) {
   return v;
 }
 
+/// Two floats as e4m3, the first in the low byte: the bits of core::float_to_fp8_e4m3 (tests/cuda goes over all floats).
+__device__ __forceinline__ uint32_t to_e4m3(float low, float high) {
+#if __CUDA_ARCH__ >= 890
+  uint16_t v;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0,%2,%1;" : "=h"(v) : "f"(low), "f"(high));
+  return v;
+#else
+  return static_cast<uint32_t>(core::float_to_fp8_e4m3(low)) | static_cast<uint32_t>(core::float_to_fp8_e4m3(high)) << 8;
+#endif
+}
+
+/// Two floats rounded, the first in the low half. NaN comes out as 0x7fff, which is not the canonical one.
+__device__ __forceinline__ uint32_t to_bf16(float low, float high) {
+  uint32_t v;
+  asm("cvt.rn.bf16x2.f32 %0,%2,%1;" : "=r"(v) : "f"(low), "f"(high));
+  return v;
+}
+__device__ __forceinline__ uint32_t to_fp16(float low, float high) {
+  uint32_t v;
+  asm("cvt.rn.f16x2.f32 %0,%2,%1;" : "=r"(v) : "f"(low), "f"(high));
+  return v;
+}
+
+__device__ __forceinline__ float from_fp16(uint32_t bits) {
+  float v;
+  asm("cvt.f32.f16 %0,%1;" : "=f"(v) : "h"(static_cast<uint16_t>(bits)));
+  return v;
+}
+
 /// Plain 16-byte accesses that do not stay in L1: rows are read and written once.
 __device__ __forceinline__ uint4 load_stream(const uint4* p) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+/// The same, or zeros: no branch, so that loads of several rows stay together.
+__device__ __forceinline__ uint4 load_stream_if(bool wanted, const uint4* p) {
+  uint4 v;
+  asm volatile(
+      "{.reg .pred q; setp.ne.u32 q,%5,0; mov.u32 %0,0; mov.u32 %1,0; mov.u32 %2,0; mov.u32 %3,0;"
+      " @q ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];}"
+      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+      : "l"(p), "r"(static_cast<uint32_t>(wanted))
+      : "memory");
   return v;
 }
 __device__ __forceinline__ void store_stream(uint4* p, uint4 v) {
@@ -126,6 +168,27 @@ __device__ __forceinline__ void bulk_wait() {
 __device__ __forceinline__ void fence_shared_to_bulk() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 /// Global memory written by others, seen by an ordinary load, is read by bulk copies afterwards.
 __device__ __forceinline__ void fence_global_to_bulk() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+#endif
+
+/// Whether this code has bulk copies, and their ends where it has not: nothing.
+#ifdef TURNOUT_HAS_BULK
+inline constexpr bool kHasBulk = true;
+__device__ __forceinline__ void bulk_can_read() { fence_shared_to_bulk(); }
+__device__ __forceinline__ void bulk_put(void* global, const void* shared, uint32_t bytes) { bulk_store(global, shared, bytes); }
+__device__ __forceinline__ void bulk_close() { bulk_commit(); }
+template <int N>
+__device__ __forceinline__ void bulk_have_read() {
+  bulk_wait_read<N>();
+}
+__device__ __forceinline__ void bulk_finish() { bulk_wait<0>(); }
+#else
+inline constexpr bool kHasBulk = false;
+__device__ __forceinline__ void bulk_can_read() {}
+__device__ __forceinline__ void bulk_put(void*, const void*, uint32_t) {}
+__device__ __forceinline__ void bulk_close() {}
+template <int N>
+__device__ __forceinline__ void bulk_have_read() {}
+__device__ __forceinline__ void bulk_finish() {}
 #endif
 
 }  // namespace turnout::engine::cuda
