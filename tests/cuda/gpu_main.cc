@@ -1,5 +1,7 @@
 // main() of the tests on GPUs. A kernel that waits for ever cannot be stopped from outside, so a test that is over its deadline (or
 // that crashes) has failed, and this process starts itself again with the tests that are left.
+#include "cuda/gpu_main.h"
+
 #include <dirent.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -123,6 +125,8 @@ class Deadline : public ::testing::EmptyTestEventListener {
     const std::lock_guard lock(mutex_);
     running_ = false;
     changed_.notify_all();
+    const auto& is_lost = turnout::testing::gpu_is_lost();
+    if (is_lost && is_lost()) again->start("this process has lost its GPU");
   }
 
  private:
