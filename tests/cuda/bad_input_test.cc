@@ -50,9 +50,17 @@ PinnedPool& pool() {
   return p;
 }
 
+/// Skips every test where no GPU is: the tests of tests/api do not ask.
+class Skipping : public ::testing::EmptyTestEventListener {
+  void OnTestStart(const ::testing::TestInfo&) override {
+    if (const std::string reason = lacking(1); !reason.empty()) GTEST_SKIP() << reason;
+  }
+};
+
 class OnAGpu : public ::testing::Environment {
   void SetUp() override {
-    if (const std::string reason = lacking(1); !reason.empty()) GTEST_SKIP() << reason;
+    ::testing::UnitTest::GetInstance()->listeners().Append(new Skipping);  // GoogleTest owns it
+    if (!lacking(1).empty()) return;
     pool().open(size_t{64} << 20);
     Surroundings& s = surroundings();
     s.make_place = [] { return std::make_unique<CudaPlace>(0); };
