@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "cuda/gpu_main.h"
 #include "support/place.h"
 #include "turnout/error.h"
 
@@ -14,9 +15,18 @@ inline void cuda_ok(cudaError_t e, const char* what) {
   if (e != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(e));
 }
 
+/// After a fault of a kernel every call fails, in this process only.
+inline bool has_fault() {
+  const cudaError_t e = cudaFree(nullptr);
+  (void)cudaGetLastError();
+  return e != cudaSuccess;
+}
+
 class CudaPlace : public Place {
  public:
   explicit CudaPlace(int device) : device_(device) {
+    static const bool told = (gpu_is_lost() = has_fault, true);
+    (void)told;
     cuda_ok(cudaSetDevice(device_), "cudaSetDevice");
     cuda_ok(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate");
   }
