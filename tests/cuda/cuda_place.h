@@ -2,6 +2,7 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -51,6 +52,12 @@ class CudaPlace : public Place {
     t.data = p;
     return t;
   }
+  void give_back(const TensorView& there) override {
+    const auto found = std::find(memory_.begin(), memory_.end(), there.data);
+    if (found == memory_.end()) return;
+    cuda_ok(cudaFreeAsync(*found, stream_), "cudaFreeAsync");
+    memory_.erase(found);
+  }
   void write(void* to, const void* from, size_t num_bytes) override {
     cuda_ok(cudaMemcpyAsync(to, from, num_bytes, cudaMemcpyHostToDevice, stream_), "upload");
     cuda_ok(cudaStreamSynchronize(stream_), "upload");
@@ -60,7 +67,13 @@ class CudaPlace : public Place {
     TensorView t = there;
     const size_t bytes = span_bytes(there);
     if (bytes == 0) return t;
+    // What a test reads it compares soon: the oldest go.
+    while (host_.size() > 256 || (host_.size() > 32 && host_bytes_ > (size_t{4} << 30))) {
+      host_bytes_ -= host_.front().size();
+      host_.pop_front();
+    }
     host_.emplace_back(bytes + 16);
+    host_bytes_ += bytes + 16;
     const std::string what = "download of " + std::to_string(bytes) + " bytes of " + there.to_string();
     cuda_ok(cudaMemcpyAsync(host_.back().data(), there.data, bytes, cudaMemcpyDeviceToHost, stream_), what.c_str());
     cuda_ok(cudaStreamSynchronize(stream_), what.c_str());
@@ -74,6 +87,7 @@ class CudaPlace : public Place {
   cudaStream_t stream_ = nullptr;
   std::vector<void*> memory_;
   std::deque<std::vector<std::byte>> host_;
+  size_t host_bytes_ = 0;
 };
 
 }  // namespace turnout::testing
