@@ -186,9 +186,11 @@ TEST(Command, EveryModelRuns) {
 // A rank that has nothing to say must not end the one that has.
 TEST(Command, AFailureIsToldByProcesses) {
   const Folder folder;
-  const std::string text = folder.file("words", "one two three four five six seven eight nine ten");
+  std::string words;
+  for (int i = 0; i < 500; ++i) words += std::to_string(i * i) + "w ";
+  const std::string text = folder.file("words", words);
   for (int i = 0; i < 5; ++i) {
-    const Answer a = ask("demo --corrupt --ranks 3 --text " + text);
+    const Answer a = ask("demo --corrupt --ranks 8 --text " + text);
     EXPECT_EQ(a.status, 1) << a.text;
     EXPECT_NE(a.text.find("FAIL: "), std::string::npos) << a.text;
   }
