@@ -129,21 +129,21 @@ std::string to_json(const Report& r) {
   Json cases = Json::array();
   for (const ReportCase& c : r.cases) cases.push_back(to_json_value(c));
   Json json = {{"schema", kReportSchema},
-                     {"date", r.date},
-                     {"command", r.command},
-                     {"tree", r.tree},
-                     {"tree_cuda", r.tree_cuda},
-                     {"host",
-                      {{"cpu", r.host.cpu},
-                       {"cores", r.host.cores},
-                       {"memory_gib", r.host.memory_gib},
-                       {"kernel", r.host.kernel},
-                       {"compiler", r.host.compiler},
-                       {"isa", r.host.isa},
-                       {"load", r.host.load}}},
-                     {"link_GBps", optional_json(r.link_GBps)},
-                     {"cases", cases},
-                     {"tests", {{"passed", r.tests.passed}, {"failed", r.tests.failed}, {"skipped", r.tests.skipped}, {"names", r.tests.names}}}};
+               {"date", r.date},
+               {"command", r.command},
+               {"tree", r.tree},
+               {"tree_cuda", r.tree_cuda},
+               {"host",
+                {{"cpu", r.host.cpu},
+                 {"cores", r.host.cores},
+                 {"memory_gib", r.host.memory_gib},
+                 {"kernel", r.host.kernel},
+                 {"compiler", r.host.compiler},
+                 {"isa", r.host.isa},
+                 {"load", r.host.load}}},
+               {"link_GBps", optional_json(r.link_GBps)},
+               {"cases", cases},
+               {"tests", {{"passed", r.tests.passed}, {"failed", r.tests.failed}, {"skipped", r.tests.skipped}, {"names", r.tests.names}}}};
   if (!r.host.gpu.empty()) json["host"]["gpu"] = r.host.gpu;
   return json.dump(1, ' ', false, Json::error_handler_t::replace) + "\n";
 }
