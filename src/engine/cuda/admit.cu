@@ -3,6 +3,7 @@
 #include "engine/cuda/device/header.cuh"
 #include "engine/cuda/device/rows.cuh"
 #include "engine/cuda/kernels.h"
+#include "engine/cuda/launch.h"
 
 namespace turnout::engine::cuda {
 namespace {
@@ -174,31 +175,51 @@ __device__ __forceinline__ int source_of(const int32_t* begins, int num_ranks, i
   return s;
 }
 
-/// Where each received pair goes.
+/// Where each received pair goes. A thread does a few at a time, so that their loads overlap.
 __device__ void place_pairs(const DispatchArgs& a, const int32_t* begins, int local, int64_t first, int64_t step) {
+  constexpr int kEach = 4;
   const Routing& r = a.routing;
   const Received in = received(a);
   const int num_ranks = a.common.team.num_ranks, topk = a.num_topk;
   const int64_t rows = begins[num_ranks], cut_row = __ldcg(r.cut), cut_k = __ldcg(r.cut + 1);
-  for (int64_t i = first; i < rows * topk; i += step) {
-    const int64_t row = i / topk, k = i % topk;
-    const int e = __ldcg(in.idx + i);
-    const float weight = a.has_weights ? __ldcg(in.weights + i) : 0.0f;
-    r.recv_idx[i] = e;
-    if (a.has_weights) r.recv_weights[i] = weight;
-    if (e < 0) {
-      if (a.layout != Layout::rank_major) r.position[i] = -1;
-      continue;
+  for (int64_t i0 = first; i0 < rows * topk; i0 += kEach * step) {
+    int expert[kEach], pair[kEach], base[kEach];
+    float weight[kEach];
+    int64_t offset[kEach];
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+      const int64_t i = i0 + j * step;
+      const bool in_range = i < rows * topk;
+      expert[j] = in_range ? __ldcg(in.idx + i) : -1;
+      pair[j] = in_range ? __ldcg(in.pair + i) : 0;
+      weight[j] = in_range && a.has_weights ? __ldcg(in.weights + i) : 0.0f;
     }
-    const int64_t nth = static_cast<int64_t>(__ldcg(r.expert_base + source_of(begins, num_ranks, row) * local + e)) + __ldcg(in.pair + i);
-    const int64_t at = __ldcg(r.expert_offsets + e) + nth;
-    if (a.layout == Layout::rank_major) {
-      r.sorted_rows[at] = static_cast<int32_t>(row);
-      continue;
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+      const int e = expert[j];
+      base[j] = e >= 0 ? __ldcg(r.expert_base + source_of(begins, num_ranks, (i0 + j * step) / topk) * local + e) : 0;
+      offset[j] = e >= 0 ? __ldcg(r.expert_offsets + e) : 0;
     }
-    const bool fits = a.layout == Layout::expert_slab ? nth < a.capacity : row < cut_row || (row == cut_row && k < cut_k);
-    r.position[i] = fits ? static_cast<int32_t>(at) : -1;
-    if (fits && a.has_weights) r.row_weights[at] = weight;
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+      const int64_t i = i0 + j * step, row = i / topk, k = i % topk;
+      if (i >= rows * topk) break;
+      const int e = expert[j];
+      r.recv_idx[i] = e;
+      if (a.has_weights) r.recv_weights[i] = weight[j];
+      if (e < 0) {
+        if (a.layout != Layout::rank_major) r.position[i] = -1;
+        continue;
+      }
+      const int64_t nth = static_cast<int64_t>(base[j]) + pair[j], at = offset[j] + nth;
+      if (a.layout == Layout::rank_major) {
+        r.sorted_rows[at] = static_cast<int32_t>(row);
+        continue;
+      }
+      const bool fits = a.layout == Layout::expert_slab ? nth < a.capacity : row < cut_row || (row == cut_row && k < cut_k);
+      r.position[i] = fits ? static_cast<int32_t>(at) : -1;
+      if (fits && a.has_weights) r.row_weights[at] = weight[j];
+    }
   }
 }
 
@@ -227,12 +248,13 @@ __device__ void fill_rest(const DispatchArgs& a, const int32_t* begins, int loca
   }
 }
 
-__global__ void __launch_bounds__(kThreads, 1) admit_kernel(const __grid_constant__ DispatchArgs a) {
-  __shared__ int32_t begins[kMaxRanks + 1];
+__device__ void admit(const DispatchArgs& a, Call call, int32_t* begins) {
   const Common& c = a.common;
-  const Call call = call_of(c);
-  if (is_over(c, call)) return;
   const int local = a.num_local;
+  if (a.chained) {
+    const bool planned = threadIdx.x == 0 ? wait_local(c, call.epoch, &a.flags[kPlanReady]) : true;
+    if (!__syncthreads_and(planned)) return;
+  }
   const int role = take_role(c, call, kRoleTicket);
   if (!wait_meta(a, call)) return;
   if (role == 0) {
@@ -244,18 +266,25 @@ __global__ void __launch_bounds__(kThreads, 1) admit_kernel(const __grid_constan
   }
   const bool ready = threadIdx.x == 0 ? wait_local(c, call.epoch, &a.flags[kAdmitted]) : true;
   if (!__syncthreads_and(ready)) return;
-  for (int s = static_cast<int>(threadIdx.x); s <= c.team.num_ranks; s += kThreads) begins[s] = a.routing.recv_begin[s];
+  for (int s = static_cast<int>(threadIdx.x); s <= c.team.num_ranks; s += kThreads) begins[s] = __ldcg(&a.routing.recv_begin[s]);
   __syncthreads();
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x, step = static_cast<int64_t>(gridDim.x) * kThreads;
   place_pairs(a, begins, local, first, step);
   fill_rest(a, begins, local, first, step);
 }
 
+__global__ void __launch_bounds__(kThreads, 1) admit_kernel(const __grid_constant__ DispatchArgs a) {
+  __shared__ int32_t begins[kMaxRanks + 1];
+  const Call call = call_of(a.common);
+  let_next_start();
+  if (!is_over(a.common, call)) admit(a, call, begins);
+  wait_for_previous();  // whoever waits for this kernel has waited for the one before it too
+}
+
 }  // namespace
 
 cudaError_t launch_admit(const DispatchArgs& a, int blocks, cudaStream_t stream) {
-  admit_kernel<<<blocks, kThreads, 0, stream>>>(a);
-  return cudaGetLastError();
+  return launch_kernel(admit_kernel, blocks, kThreads, 0, stream, a.chained, a);
 }
 cudaError_t prepare_admit() {
   cudaFuncAttributes unused;

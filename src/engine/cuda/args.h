@@ -155,6 +155,9 @@ struct DispatchArgs {
   // The result. Straight: rank_major rows stay where they landed (a lease).
   bool straight = false;
   int move_blocks = 1;  ///< grid of the move kernel
+  /// plan, admit and move follow each other without anything between: each may start while the one before it runs, and waits for
+  /// what it needs of it.
+  bool chained = false;
   Layout layout = Layout::rank_major;
   int64_t capacity = -1;     ///< of the layout; -1: exact
   int alignment = 1;
@@ -169,17 +172,17 @@ struct DispatchArgs {
 
   // Scratch of the lane, in this GPU's memory.
   int32_t* chunk_counts = nullptr;  ///< [kMaxChunks][R + P]
-  uint32_t* flags = nullptr;        ///< [kMaxChunks + kNumFlags] local signals: epochs
+  uint32_t* flags = nullptr;        ///< [kNumFlags] local signals: epochs
   int64_t* counts_for_host = nullptr;  ///< exact: mapped [R * R + max_local + 2], the last word is the epoch
 };
 /// Tokens are counted in at most so many chunks.
 inline constexpr int kMaxChunks = 64;
 /// Local signals after the chunks' own (in DispatchArgs::flags).
-enum LocalFlag : int { kPlanReady = kMaxChunks, kAdmitted, kNumFlags };
+enum LocalFlag : int { kPlanReady = kMaxChunks, kAdmitted, kPlaced, kNumFlags = kPlaced + kMaxChunks };  // kPlaced + chunk: its pairs have their places
 /// Channels of a source: one per chunk of meta data, then one per block that announces rows.
 inline constexpr int kRowChannels = kMaxChunks;
 /// Tickets of a call, in LaneControl::tickets.
-enum Ticket : int { kChunkTicket, kRoleTicket, kTokenTicket, kRowTicket, kPushTicket, kReduceTicket };
+enum Ticket : int { kChunkTicket, kRoleTicket, kTokenTicket, kRowTicket, kPushTicket, kReduceTicket, kOwnTicket, kSendRoleTicket, kMetaRoleTicket, kReceiveRoleTicket };
 
 /// Tokens are cut into chunks alike on every rank, so that all know how many chunks a source has.
 TURNOUT_HOST_DEVICE constexpr int64_t chunk_tokens(int64_t num_tokens) {

@@ -10,13 +10,20 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kPairs = 1024;  ///< pairs of a step, in shared memory
-constexpr int kGroup = 128;   ///< pairs that find their place by looking at each other
+constexpr int kGroup = 32;    ///< pairs that find their place by looking at each other: a warp
 
 struct Shared {
   int32_t* running;  ///< [R + P] counts so far: token rows per rank, pairs per expert
-  int32_t* before;   ///< [groups][R + P] counts of a step's groups
+  int32_t* total;    ///< [R + P] counts of a step
+  int32_t* before;   ///< [groups][R + P] counts of a step's earlier groups
   int32_t* ids;      ///< [kPairs] expert or -1
   int32_t* first;    ///< [kPairs] destination rank at its first k, else -1
+  int32_t* slot;     ///< [kPairs] rank of the expert or -1; once placed: position in the list of the destination
+  int32_t* place;    ///< [kPairs] equal ones earlier in the group (experts, ranks << 16); once placed: equal experts before
+
+  __device__ Shared(int32_t* memory, int columns, int num_groups)
+      : running(memory), total(running + columns), before(total + columns), ids(before + num_groups * columns), first(ids + kPairs), slot(first + kPairs),
+        place(slot + kPairs) {}
 };
 
 __device__ __forceinline__ int64_t id_at(const DispatchArgs& a, int64_t i) {
@@ -29,105 +36,129 @@ __device__ __forceinline__ int checked_id(const DispatchArgs& a, int64_t i, bool
   *bad = true;
   return -1;
 }
-/// Destination of pair `i` if it is the first of its token that goes there.
-__device__ __forceinline__ int first_destination(const DispatchArgs& a, int64_t i, int id) {
-  if (id < 0) return -1;
-  const int32_t* owner = a.common.experts->owner;
-  const int rank = owner[id];
-  for (int64_t j = i / a.num_topk * a.num_topk; j < i; ++j) {
-    const int64_t other = id_at(a, j);
-    if (other >= 0 && other < a.common.experts->num_experts && owner[other] == rank) return -1;
-  }
-  return rank;
+struct Step {
+  int64_t begin;
+  int n;
+};
+/// The `i`-th step of a chunk: whole tokens, as many pairs as fit.
+__device__ __forceinline__ Step step_of(const DispatchArgs& a, int chunk, int i, int num_groups) {
+  const int64_t size = chunk_tokens(a.num_tokens) * a.num_topk;
+  const int64_t end = min(a.num_tokens * a.num_topk, (chunk + 1) * size);
+  const int most = num_groups * kGroup / a.num_topk * a.num_topk;
+  const int64_t begin = chunk * size + static_cast<int64_t>(i) * most;
+  return {begin, static_cast<int>(max(static_cast<int64_t>(0), min(static_cast<int64_t>(most), end - begin)))};
 }
 
-/// Counts of a chunk go to global memory for the blocks of later chunks.
-__device__ void count_chunk(const DispatchArgs& a, const Shared& s, int chunk, uint32_t epoch) {
-  const int columns = a.common.team.num_ranks + a.common.experts->num_experts;
-  for (int i = static_cast<int>(threadIdx.x); i < columns; i += kThreads) s.running[i] = 0;
-  __syncthreads();
-  const int64_t size = chunk_tokens(a.num_tokens);
-  const int64_t begin = chunk * size * a.num_topk;
-  const int64_t end = min(a.num_tokens, (chunk + 1) * size) * a.num_topk;
-  bool bad = false;
-  for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) {
-    const int id = checked_id(a, i, &bad);
-    if (bad) {
-      bad = false;
-      WaitRecord r{};
-      r.state = 4;
-      r.peer = a.common.team.rank;
-      r.epoch = epoch;
-      r.expected = i / a.num_topk;
-      r.k = static_cast<int32_t>(i % a.num_topk);
-      r.value = id_at(a, i);
-      write_record(a.common, r);
-      *reinterpret_cast<volatile uint32_t*>(&a.common.lane_control->bad_ids) = epoch;
-      __threadfence();
-    }
-    if (id < 0) continue;
-    atomicAdd(&s.running[a.common.team.num_ranks + id], 1);
-    const int rank = first_destination(a, i, id);
-    if (rank >= 0) atomicAdd(&s.running[rank], 1);
-  }
-  __syncthreads();
-  for (int i = static_cast<int>(threadIdx.x); i < columns; i += kThreads) a.chunk_counts[static_cast<int64_t>(chunk) * columns + i] = s.running[i];
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    store_release_gpu(&a.flags[chunk], epoch);
-  }
+__device__ void tell_bad_id(const DispatchArgs& a, int64_t i, uint32_t epoch) {
+  WaitRecord r{};
+  r.state = 4;
+  r.peer = a.common.team.rank;
+  r.epoch = epoch;
+  r.expected = i / a.num_topk;
+  r.k = static_cast<int32_t>(i % a.num_topk);
+  r.value = id_at(a, i);
+  write_record(a.common, r);
+  *reinterpret_cast<volatile uint32_t*>(&a.common.lane_control->bad_ids) = epoch;
+  __threadfence();
 }
 
-/// Position of each pair among the equal ones before it. A step of kPairs is cut into groups: counts of earlier groups, then a
-/// look at the pairs of the own group.
-__device__ void place_chunk(const DispatchArgs& a, const Shared& s, int chunk, int num_groups) {
+/// Ids of a step to shared memory; what each pair finds before it in its group; counts of the groups before each group.
+__device__ void load_step(const DispatchArgs& a, const Shared& s, Step step, int num_groups, uint32_t epoch) {
   const int num_ranks = a.common.team.num_ranks, columns = num_ranks + a.common.experts->num_experts, topk = a.num_topk;
-  const int64_t size = chunk_tokens(a.num_tokens);
-  const int64_t end = min(a.num_tokens, (chunk + 1) * size) * topk;
-  const int step = num_groups * kGroup / topk * topk;  // whole tokens
-  for (int64_t begin = chunk * size * topk; begin < end; begin += step) {
-    const int n = static_cast<int>(min(static_cast<int64_t>(step), end - begin));
-    for (int i = static_cast<int>(threadIdx.x); i < num_groups * columns; i += kThreads) s.before[i] = 0;
-    __syncthreads();
+  const int32_t* owner = a.common.experts->owner;
+  for (int i = static_cast<int>(threadIdx.x); i < num_groups * columns; i += kThreads) s.before[i] = 0;
+  for (int i = static_cast<int>(threadIdx.x); i < step.n; i += kThreads) {
     bool bad = false;
-    for (int i = static_cast<int>(threadIdx.x); i < n; i += kThreads) {
-      const int id = checked_id(a, begin + i, &bad);
-      const int rank = first_destination(a, begin + i, id);
-      s.ids[i] = id;
-      s.first[i] = rank;
-      a.routing.topk_idx[begin + i] = id;
-      a.routing.dest[begin + i] = id >= 0 ? a.common.experts->owner[id] : -1;
-      if (id >= 0) atomicAdd(&s.before[i / kGroup * columns + num_ranks + id], 1);
-      if (rank >= 0) atomicAdd(&s.before[i / kGroup * columns + rank], 1);
-      if (a.has_weights) {
-        a.routing.topk_weights[begin + i] =
-            a.weights_are_bf16 ? __uint_as_float(static_cast<uint32_t>(static_cast<const uint16_t*>(a.topk_weights)[begin + i]) << 16)
-                               : static_cast<const float*>(a.topk_weights)[begin + i];
-      }
+    const int id = checked_id(a, step.begin + i, &bad);
+    if (bad) tell_bad_id(a, step.begin + i, epoch);
+    s.ids[i] = id;
+    s.slot[i] = id >= 0 ? __ldg(owner + id) : -1;
+  }
+  __syncthreads();
+  const unsigned below = (1u << lane_id()) - 1;
+  for (int i = static_cast<int>(threadIdx.x); i < (step.n + 31) / 32 * 32; i += kThreads) {
+    const int id = i < step.n ? s.ids[i] : -1;
+    int rank = i < step.n ? s.slot[i] : -1;
+    for (int j = i / topk * topk; j < i && rank >= 0; ++j) {
+      if (s.slot[j] == rank) rank = -1;
     }
-    __syncthreads();
-    for (int i = static_cast<int>(threadIdx.x); i < n; i += kThreads) {
-      const int id = s.ids[i], rank = s.first[i];
-      int pair = 0, row = 0;
-      for (int j = i / kGroup * kGroup; j < i; ++j) {
-        pair += s.ids[j] == id;
-        row += s.first[j] == rank;
-      }
-      for (int g = 0; g < i / kGroup; ++g) {
-        if (id >= 0) pair += s.before[g * columns + num_ranks + id];
-        if (rank >= 0) row += s.before[g * columns + rank];
-      }
-      a.routing.pair_index[begin + i] = id >= 0 ? pair + s.running[num_ranks + id] : -1;
-      a.routing.send_index[begin + i] = rank >= 0 ? row + s.running[rank] : -1;
-      if (rank == a.common.team.rank) a.routing.own_tokens[row + s.running[rank]] = static_cast<int32_t>((begin + i) / topk);
+    int32_t* counts = s.before + i / kGroup * columns;
+    const unsigned same_id = __match_any_sync(kFull, id), same_rank = __match_any_sync(kFull, rank);
+    if (id >= 0 && !(same_id & below)) counts[num_ranks + id] = __popc(same_id);
+    if (rank >= 0 && !(same_rank & below)) counts[rank] = __popc(same_rank);
+    if (i >= step.n) continue;
+    s.first[i] = rank;
+    s.place[i] = __popc(same_id & below) | __popc(same_rank & below) << 16;
+  }
+  __syncthreads();
+  for (int i = static_cast<int>(threadIdx.x); i < columns; i += kThreads) {
+    int run = 0;
+    for (int g = 0; g < num_groups; ++g) {
+      const int n = s.before[g * columns + i];
+      s.before[g * columns + i] = run;
+      run += n;
     }
-    __syncthreads();
-    for (int i = static_cast<int>(threadIdx.x); i < columns; i += kThreads) {
-      for (int g = 0; g < num_groups; ++g) s.running[i] += s.before[g * columns + i];
-    }
+    s.total[i] = run;
+  }
+  __syncthreads();
+}
+
+/// Counts of a chunk go to global memory for the blocks of later chunks. Leaves the chunk's last step loaded.
+__device__ void count_chunk(const DispatchArgs& a, const Shared& s, int chunk, int num_groups, uint32_t epoch) {
+  const int columns = a.common.team.num_ranks + a.common.experts->num_experts;
+  int32_t* counts = a.chunk_counts + static_cast<int64_t>(chunk) * columns;
+  for (int n = 0;; ++n) {
+    const Step step = step_of(a, chunk, n, num_groups);
+    if (n > 0 && step.n == 0) break;
+    load_step(a, s, step, num_groups, epoch);
+    // Each thread comes back to its own columns.
+    for (int i = static_cast<int>(threadIdx.x); i < columns; i += kThreads) counts[i] = (n > 0 ? counts[i] : 0) + s.total[i];
+    if (step_of(a, chunk, n + 1, num_groups).n == 0) break;
     __syncthreads();
   }
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) store_release_gpu(&a.flags[chunk], epoch);
+}
+
+/// Position of each pair of a loaded step among the equal ones before it. s.running moves on behind the step.
+__device__ void place_step(const DispatchArgs& a, const Shared& s, Step step) {
+  const Routing& r = a.routing;
+  const int num_ranks = a.common.team.num_ranks, columns = num_ranks + a.common.experts->num_experts;
+  for (int i = static_cast<int>(threadIdx.x); i < step.n; i += kThreads) {
+    const int id = s.ids[i], rank = s.first[i], owner = s.slot[i], place = s.place[i];
+    const int32_t* before = s.before + i / kGroup * columns;
+    const int pair = id >= 0 ? (place & 0xffff) + before[num_ranks + id] + s.running[num_ranks + id] : -1;
+    const int at = rank >= 0 ? (place >> 16) + before[rank] + s.running[rank] : -1;
+    r.topk_idx[step.begin + i] = id;
+    r.dest[step.begin + i] = owner;
+    r.pair_index[step.begin + i] = pair;
+    r.send_index[step.begin + i] = at;
+    s.place[i] = pair;
+    if (rank == a.common.team.rank) r.own_tokens[at] = static_cast<int32_t>((step.begin + i) / a.num_topk);
+    if (a.has_weights) {
+      r.topk_weights[step.begin + i] =
+          a.weights_are_bf16 ? __uint_as_float(static_cast<uint32_t>(static_cast<const uint16_t*>(a.topk_weights)[step.begin + i]) << 16)
+                             : static_cast<const float*>(a.topk_weights)[step.begin + i];
+    }
+    s.slot[i] = at;  // of this pair alone: nobody else looks at it any more
+  }
+  __syncthreads();
+  for (int i = static_cast<int>(threadIdx.x); i < columns; i += kThreads) s.running[i] += s.total[i];
+  __syncthreads();
+}
+
+/// `loaded`: the chunk is one step, and that has been loaded.
+__device__ void place_chunk(const DispatchArgs& a, const Shared& s, int chunk, int num_groups, bool loaded, uint32_t epoch) {
+  for (int n = 0;; ++n) {
+    const Step step = step_of(a, chunk, n, num_groups);
+    if (step.n == 0) break;
+    if (!loaded) load_step(a, s, step, num_groups, epoch);
+    place_step(a, s, step);
+  }
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) store_release_gpu(&a.flags[kPlaced + chunk], epoch);
 }
 
 /// s.running becomes the sum of the chunks before `chunk`. False: given up.
@@ -138,6 +169,7 @@ __device__ bool sum_earlier(const DispatchArgs& a, const Shared& s, int chunk, u
   if (!__syncthreads_and(good)) return false;
   for (int i = static_cast<int>(threadIdx.x); i < columns; i += kThreads) {
     int sum = 0;
+#pragma unroll 8
     for (int c = 0; c < chunk; ++c) sum += __ldcg(&a.chunk_counts[static_cast<int64_t>(c) * columns + i]);
     s.running[i] = sum;
   }
@@ -145,70 +177,84 @@ __device__ bool sum_earlier(const DispatchArgs& a, const Shared& s, int chunk, u
   return true;
 }
 
-/// Headers out and in; what follows from the table of rows alone. s.running holds the totals. False: given up.
-__device__ bool exchange(const DispatchArgs& a, const Shared& s, Call call) {
-  __shared__ FactWords facts;
+/// Headers out. s.running holds the counts before the last chunk.
+__device__ void send_totals(const DispatchArgs& a, const Shared& s, Call call, FactWords* facts) {
   const Common& c = a.common;
   const ExpertTable& experts = *c.experts;
-  const int num_ranks = c.team.num_ranks, me = c.team.rank;
-  if (threadIdx.x == 0) fill_facts(c, call.epoch, *reinterpret_cast<const volatile uint32_t*>(&c.lane_control->bad_ids) == call.epoch, a.num_tokens, &facts);
+  const int num_ranks = c.team.num_ranks;
+  const int32_t* last = a.chunk_counts + static_cast<int64_t>(num_chunks(a.num_tokens) - 1) * (num_ranks + experts.num_experts);
+  const auto total = [&](int column) { return static_cast<uint32_t>(s.running[column] + __ldcg(last + column)); };
+  if (threadIdx.x == 0) fill_facts(c, call.epoch, *reinterpret_cast<const volatile uint32_t*>(&c.lane_control->bad_ids) == call.epoch, a.num_tokens, facts);
   __syncthreads();
   send_header(c, call, HeaderInts::experts(num_ranks) + experts.max_local, [&](int rank, int i) -> uint32_t {
-    if (i < HeaderInts::kRows) return facts.words[i];
-    if (i < HeaderInts::experts(num_ranks)) return static_cast<uint32_t>(s.running[i - HeaderInts::kRows]);
+    if (i < HeaderInts::kRows) return facts->words[i];
+    if (i < HeaderInts::experts(num_ranks)) return total(i - HeaderInts::kRows);
     const int e = i - HeaderInts::experts(num_ranks);
-    return e < experts.num_local[rank] ? static_cast<uint32_t>(s.running[num_ranks + experts.by_rank[experts.first[rank] + e]]) : 0;
+    return e < experts.num_local[rank] ? total(num_ranks + experts.by_rank[experts.first[rank] + e]) : 0;
   });
-  const int local = experts.num_local[me];
-  const bool good = receive_headers(c, call, HeaderInts::experts(num_ranks) + experts.max_local, &facts, [&](int source, int i, uint32_t value) {
+}
+
+/// Headers in; the rows of the table go to `rows` too. False: given up.
+__device__ bool receive_totals(const DispatchArgs& a, Call call, const FactWords* facts, int32_t* rows) {
+  const Common& c = a.common;
+  const int num_ranks = c.team.num_ranks, local = a.num_local, most = c.experts->max_local;
+  const bool good = receive_headers(c, call, HeaderInts::experts(num_ranks) + most, facts, [&](int source, int i, uint32_t value) {
     if (i == HeaderInts::kTokens) a.routing.source_tokens[source] = static_cast<int32_t>(value);
     if (i < HeaderInts::kRows) return;
-    if (i < HeaderInts::experts(num_ranks)) a.routing.rows[source * num_ranks + i - HeaderInts::kRows] = static_cast<int32_t>(value);
-    else if (i - HeaderInts::experts(num_ranks) < local)
+    if (i < HeaderInts::experts(num_ranks)) {
+      a.routing.rows[source * num_ranks + i - HeaderInts::kRows] = rows[source * num_ranks + i - HeaderInts::kRows] = static_cast<int32_t>(value);
+    } else if (i - HeaderInts::experts(num_ranks) < local) {
       a.routing.expert_base[source * local + i - HeaderInts::experts(num_ranks)] = static_cast<int32_t>(value);
+    }
   });
   return __syncthreads_and(good);
 }
 
+/// Exclusive prefix sums of in[0, n) and the total at out[n]. One warp.
+__device__ void prefix_sum(const int32_t* in, int n, int32_t* out) {
+  int32_t begin = 0;
+  for (int at = 0; at < n; at += 32) {
+    const int i = at + lane_id();
+    const int32_t value = i < n ? in[i] : 0;
+    int32_t run = value;
+    for (int d = 1; d < 32; d *= 2) {
+      const int32_t v = __shfl_up_sync(kFull, run, d);
+      if (lane_id() >= d) run += v;
+    }
+    if (i < n) out[i] = begin + run - value;
+    begin += __shfl_sync(kFull, run, 31);
+  }
+  if (lane_id() == 0) out[n] = begin;
+}
+
 /// Tables that follow from the rows that ranks send each other, once the room of a block is known. One block calls it.
-__device__ void derive_tables(const DispatchArgs& a) {
+__device__ void derive_tables(const DispatchArgs& a, const int32_t* table) {
+  __shared__ int32_t sent[kMaxRanks], kept[kMaxRanks];
   const Routing& r = a.routing;
   const int num_ranks = a.common.team.num_ranks, me = a.common.team.rank;
-  const auto rows = [&](int s, int d) { return static_cast<int64_t>(r.rows[s * num_ranks + d]); };
+  const auto rows = [&](int s, int d) { return static_cast<int64_t>(table[s * num_ranks + d]); };
   const int64_t room = a.capacity >= 0 ? a.block_rows : static_cast<int64_t>(INT32_MAX);
   const auto admitted = [&](int64_t begin, int64_t n) { return begin + n <= room ? n : begin < room ? room - begin : 0; };
-  for (int d = static_cast<int>(threadIdx.x); d < num_ranks; d += kThreads) {
-    int64_t begin = 0;
-    for (int s = 0; s < me; ++s) begin += rows(s, d);
-    r.send_begin[d] = static_cast<int32_t>(begin);
-    r.sent[d] = static_cast<int32_t>(admitted(begin, rows(me, d)));
-  }
-  // Where this rank's records begin in the combine block of source s: behind those of the ranks before this one.
-  for (int s = static_cast<int>(threadIdx.x); s < num_ranks; s += kThreads) {
-    int64_t at = 0;
+  // Thread i speaks for rank i as destination (what this rank sends there) and as source (what it sends here).
+  if (const int i = static_cast<int>(threadIdx.x); i < num_ranks) {
+    int64_t send_begin = 0, recv_begin = 0, record = 0;
+    for (int s = 0; s < me; ++s) send_begin += rows(s, i);
+    for (int s = 0; s < i; ++s) recv_begin += rows(s, me);
+    // Where this rank's records begin in the combine block of source i: behind those of the ranks before this one.
     for (int d = 0; d < me; ++d) {
       int64_t begin = 0;
-      for (int other = 0; other < s; ++other) begin += rows(other, d);
-      at += admitted(begin, rows(s, d));
+      for (int other = 0; other < i; ++other) begin += rows(other, d);
+      record += admitted(begin, rows(i, d));
     }
-    r.record_begin[s] = static_cast<int32_t>(at);
+    r.send_begin[i] = static_cast<int32_t>(send_begin);
+    r.record_begin[i] = static_cast<int32_t>(record);
+    r.sent[i] = sent[i] = static_cast<int32_t>(admitted(send_begin, rows(me, i)));
+    kept[i] = static_cast<int32_t>(admitted(recv_begin, rows(i, me)));
   }
   __syncthreads();
-  if (threadIdx.x == 0) {
-    int64_t at = 0;
-    for (int d = 0; d < num_ranks; ++d) {
-      r.send_offset[d] = static_cast<int32_t>(at);
-      at += r.sent[d];
-    }
-    r.send_offset[num_ranks] = static_cast<int32_t>(at);
-    int64_t begin = 0, kept = 0;
-    for (int s = 0; s < num_ranks; ++s) {
-      r.recv_begin[s] = static_cast<int32_t>(kept);
-      kept += admitted(begin, rows(s, me));
-      begin += rows(s, me);
-    }
-    r.recv_begin[num_ranks] = static_cast<int32_t>(kept);
-  }
+  if (warp_id() == 0) prefix_sum(sent, num_ranks, r.send_offset);
+  if (warp_id() == 1) prefix_sum(kept, num_ranks, r.recv_begin);
+  __threadfence();
   __syncthreads();
 }
 
@@ -228,107 +274,149 @@ __device__ void tell_host(const DispatchArgs& a, uint32_t epoch) {
   }
 }
 
-/// Ids, weights and positions of a chunk's tokens to the blocks that their rows will go to.
-__device__ void send_meta(const DispatchArgs& a, const Offer* offers, int chunk, Call call) {
+struct Places {  // where this rank's rows go
+  Offer offers[kMaxRanks];
+  int32_t begin[kMaxRanks];
+};
+
+/// Ids, weights and positions of a step that is in shared memory, placed, to the blocks that its rows will go to.
+__device__ void send_step(const DispatchArgs& a, const Shared& s, const Places& places, Step step) {
   const Common& c = a.common;
-  const int topk = a.num_topk, me = c.team.rank;
-  const int64_t size = chunk_tokens(a.num_tokens), begin = chunk * size * topk, end = min(a.num_tokens, (chunk + 1) * size) * topk;
-  for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) {
-    const int id = a.routing.topk_idx[i];
-    const int owner = a.routing.dest[i];
-    const int64_t token = i / topk, first = token * topk;
-    for (int64_t j = first; j < first + topk; ++j) {
-      const int at = a.routing.send_index[j];
-      if (at < 0) continue;
-      const int d = a.routing.dest[j];
-      const int64_t row = static_cast<int64_t>(a.routing.send_begin[d]) + at - a.first_row;
-      if (row < 0 || row >= offers[d].rows) continue;
-      std::byte* block = offered_block(c, d, offers[d]);
-      const int64_t slot = row * topk + (i - first);
-      reinterpret_cast<int32_t*>(block + a.offsets.idx)[slot] = owner == d ? c.experts->local[id] : -1;
-      reinterpret_cast<int32_t*>(block + a.offsets.pair)[slot] = a.routing.pair_index[i];
-      if (a.has_weights) reinterpret_cast<float*>(block + a.offsets.weights)[slot] = owner == d ? a.routing.topk_weights[i] : 0.0f;
+  const int topk = a.num_topk;
+  for (int i = static_cast<int>(threadIdx.x); i < step.n; i += kThreads) {
+    const int id = s.ids[i], first = i / topk * topk, pair = s.place[i];
+    const int owner = id >= 0 ? __ldg(c.experts->owner + id) : -1, local = id >= 0 ? __ldg(c.experts->local + id) : -1;
+    const float weight = a.has_weights && id >= 0 ? a.routing.topk_weights[step.begin + i] : 0.0f;
+    for (int j = first; j < first + topk; ++j) {
+      const int d = s.first[j];
+      if (d < 0) continue;
+      const int64_t row = static_cast<int64_t>(places.begin[d]) + s.slot[j] - a.first_row;
+      if (row < 0 || row >= places.offers[d].rows) continue;
+      std::byte* block = offered_block(c, d, places.offers[d]);
+      const int64_t to = row * topk + (i - first);
+      reinterpret_cast<int32_t*>(block + a.offsets.idx)[to] = owner == d ? local : -1;
+      reinterpret_cast<int32_t*>(block + a.offsets.pair)[to] = pair;
+      if (a.has_weights) reinterpret_cast<float*>(block + a.offsets.weights)[to] = owner == d ? weight : 0.0f;
     }
-  }
-  __syncthreads();
-  if (threadIdx.x == 0) fence_system();
-  __syncthreads();
-  for (int d = static_cast<int>(threadIdx.x); d < c.team.num_ranks; d += kThreads) {
-    store_release(reinterpret_cast<uint64_t*>(c.team.base[d] + c.arena.channel_at(c.lane, call.copy, me, chunk)), signal_of(call.epoch, 0));
   }
 }
 
-__device__ bool gather_offers(const DispatchArgs& a, Call call, Offer* offers) {
-  bool good = true;
-  for (int d = static_cast<int>(threadIdx.x); good && d < a.common.team.num_ranks; d += kThreads) good = wait_offer(a.common, call, d, &offers[d]);
+/// `loaded`: the chunk is one step, which has been placed and is still in shared memory.
+__device__ void send_meta(const DispatchArgs& a, const Shared& s, const Places& places, int chunk, int num_groups, bool loaded, Call call) {
+  const Common& c = a.common;
+  const Routing& r = a.routing;
+  for (int n = 0;; ++n) {
+    const Step step = step_of(a, chunk, n, num_groups);
+    if (step.n == 0) break;
+    for (int i = static_cast<int>(threadIdx.x); !loaded && i < step.n; i += kThreads) {
+      s.ids[i] = r.topk_idx[step.begin + i];
+      s.slot[i] = r.send_index[step.begin + i];
+      s.place[i] = r.pair_index[step.begin + i];
+      s.first[i] = s.slot[i] >= 0 ? r.dest[step.begin + i] : -1;
+    }
+    __syncthreads();
+    send_step(a, s, places, step);
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) fence_system();
+  __syncthreads();
+  for (int d = static_cast<int>(threadIdx.x); d < c.team.num_ranks; d += kThreads) {
+    store_release(reinterpret_cast<uint64_t*>(c.team.base[d] + c.arena.channel_at(c.lane, call.copy, c.team.rank, chunk)), signal_of(call.epoch, 0));
+  }
+}
+
+/// Once the tables are there. False: given up.
+__device__ bool gather_places(const DispatchArgs& a, Call call, Places* places) {
+  const Common& c = a.common;
+  bool good = threadIdx.x == 0 ? wait_local(c, call.epoch, &a.flags[kPlanReady]) : true;
+  if (!__syncthreads_and(good)) return false;
+  for (int d = static_cast<int>(threadIdx.x); good && d < c.team.num_ranks; d += kThreads) {
+    places->begin[d] = __ldcg(&a.routing.send_begin[d]);
+    good = wait_offer(c, call, d, &places->offers[d]);
+  }
   return __syncthreads_and(good);
+}
+
+__device__ void send_offers(const DispatchArgs& a, Call call) {
+  for (int d = static_cast<int>(threadIdx.x); d < a.common.team.num_ranks; d += kThreads) {
+    send_offer(a.common, call, d, a.block, a.block_rows, static_cast<uint32_t>(a.move_blocks));
+  }
+}
+
+struct Chunks {  // those of a block, ascending
+  int list[kMaxChunks], num, ticket;
+};
+
+/// Takes and counts chunks until there are no more.
+__device__ void take_chunks(const DispatchArgs& a, const Shared& s, Chunks* chunks, int num_groups, Call call) {
+  const int all = num_chunks(a.num_tokens);
+  if (threadIdx.x == 0) chunks->num = 0;
+  for (;;) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      chunks->ticket = static_cast<int>(atomicAdd(&a.common.lane_control->tickets[call.copy][kChunkTicket], 1u));
+      if (chunks->ticket < all) chunks->list[chunks->num++] = chunks->ticket;
+    }
+    __syncthreads();
+    if (chunks->ticket >= all) break;
+    count_chunk(a, s, chunks->ticket, num_groups, call.epoch);
+  }
 }
 
 __global__ void __launch_bounds__(kThreads, 1) plan_kernel(const __grid_constant__ DispatchArgs a, int num_groups) {
   extern __shared__ int32_t memory[];
-  __shared__ Offer offers[kMaxRanks];
-  __shared__ int mine[kMaxChunks], num_mine, ticket;
+  __shared__ Places places;
+  __shared__ FactWords facts;
+  __shared__ Chunks chunks;
+  __shared__ int32_t rows[kMaxRanks * kMaxRanks];
   const Common& c = a.common;
   const Call call = call_of(c);
-  if (is_over(c, call)) return;
-  const int columns = c.team.num_ranks + c.experts->num_experts;
-  const Shared s{memory, memory + columns, memory + columns + num_groups * columns, memory + columns + num_groups * columns + kPairs};
-  const int chunks = num_chunks(a.num_tokens);
+  let_next_start();
   clear_next_tickets(c, call);
-  if (threadIdx.x == 0) num_mine = 0;
-  for (;;) {
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      ticket = static_cast<int>(atomicAdd(&c.lane_control->tickets[call.copy][kChunkTicket], 1u));
-      if (ticket < chunks) mine[num_mine++] = ticket;
+  if (is_over(c, call)) return;
+  const Shared s(memory, c.team.num_ranks + c.experts->num_experts, num_groups);
+  take_chunks(a, s, &chunks, num_groups, call);
+  const int n = chunks.num, last = num_chunks(a.num_tokens) - 1;
+  if (n == 0) return;
+  const bool loaded = n == 1 && step_of(a, chunks.list[0], 1, num_groups).n == 0;
+  // The last chunk first: all ranks wait for its headers, which travel while the other chunks find their places.
+  const bool totals = chunks.list[n - 1] == last;
+  for (int i = n - 1; i >= 0; --i) {
+    if (!sum_earlier(a, s, chunks.list[i], call.epoch)) return;
+    if (totals && i == n - 1) {
+      if (a.capacity >= 0) send_offers(a, call);
+      send_totals(a, s, call, &facts);
+      __syncthreads();
     }
-    __syncthreads();
-    if (ticket >= chunks) break;
-    count_chunk(a, s, ticket, call.epoch);
+    place_chunk(a, s, chunks.list[i], num_groups, loaded, call.epoch);
   }
-  const int n = num_mine;
-  for (int i = 0; i < n; ++i) {
-    if (!sum_earlier(a, s, mine[i], call.epoch)) return;
-    place_chunk(a, s, mine[i], num_groups);
-    if (mine[i] != chunks - 1) continue;
-    if (a.capacity >= 0) {
-      for (int d = static_cast<int>(threadIdx.x); d < c.team.num_ranks; d += kThreads) send_offer(c, call, d, a.block, a.block_rows, static_cast<uint32_t>(a.move_blocks));
-    }
-    if (!exchange(a, s, call)) return;
+  if (totals) {
+    if (!receive_totals(a, call, &facts, rows)) return;
     if (a.counts_for_host) tell_host(a, call.epoch);
-    if (a.capacity < 0) return;  // exact: the host comes first
-    derive_tables(a);
-    if (threadIdx.x == 0) {
-      __threadfence();
-      store_release_gpu(&a.flags[kPlanReady], call.epoch);
-    }
+    if (a.capacity >= 0) derive_tables(a, rows);
+    if (a.capacity >= 0 && threadIdx.x == 0) store_release_gpu(&a.flags[kPlanReady], call.epoch);
   }
-  if (n == 0 || a.capacity < 0) return;
-  const bool ready = threadIdx.x == 0 ? wait_local(c, call.epoch, &a.flags[kPlanReady]) : true;
-  if (!__syncthreads_and(ready) || !gather_offers(a, call, offers)) return;
-  for (int i = 0; i < n; ++i) send_meta(a, offers, mine[i], call);
+  // Exact: the host comes first.
+  if (a.capacity < 0 || !gather_places(a, call, &places)) return;
+  for (int i = 0; i < n; ++i) send_meta(a, s, places, chunks.list[i], num_groups, loaded, call);
 }
 
 /// Exact size, once the host has found memory: offers, tables and meta data.
-__global__ void __launch_bounds__(kThreads, 1) meta_kernel(const __grid_constant__ DispatchArgs a) {
-  __shared__ Offer offers[kMaxRanks];
+__global__ void __launch_bounds__(kThreads, 1) meta_kernel(const __grid_constant__ DispatchArgs a, int num_groups) {
+  extern __shared__ int32_t memory[];
+  __shared__ Places places;
   const Common& c = a.common;
   const Call call = call_of(c);
   if (is_over(c, call)) return;
-  if (take_role(c, call, kChunkTicket + 8) == 0) {
-    for (int d = static_cast<int>(threadIdx.x); d < c.team.num_ranks; d += kThreads) {
-      send_offer(c, call, d, a.block, a.block_rows, static_cast<uint32_t>(a.move_blocks));
-    }
-    derive_tables(a);
-    if (threadIdx.x == 0) {
-      __threadfence();
-      store_release_gpu(&a.flags[kPlanReady], call.epoch);
-    }
+  const Shared s(memory, c.team.num_ranks + c.experts->num_experts, num_groups);
+  if (take_role(c, call, kMetaRoleTicket) == 0) {
+    send_offers(a, call);
+    derive_tables(a, a.routing.rows);
+    if (threadIdx.x == 0) store_release_gpu(&a.flags[kPlanReady], call.epoch);
   }
-  const bool ready = threadIdx.x == 0 ? wait_local(c, call.epoch, &a.flags[kPlanReady]) : true;
-  if (!__syncthreads_and(ready) || !gather_offers(a, call, offers)) return;
+  if (!gather_places(a, call, &places)) return;
   for (int chunk = static_cast<int>(blockIdx.x); chunk < num_chunks(a.num_tokens); chunk += static_cast<int>(gridDim.x)) {
-    send_meta(a, offers, chunk, call);
+    send_meta(a, s, places, chunk, num_groups, false, call);
   }
 }
 
@@ -355,22 +443,24 @@ __global__ void __launch_bounds__(128, 1) hello_kernel(const __grid_constant__ C
 }  // namespace
 
 int plan_groups(int num_ranks, int num_experts) {
-  // Shared memory: the counts of a step's groups beside the running ones.
+  // Shared memory: the counts of a step's groups beside the running ones. A token (64 entries) needs two groups.
   const int columns = num_ranks + num_experts;
-  const int room = (200 * 1024 - 2 * kPairs * 4) / (columns * 4) - 1;
-  return room < 1 ? 0 : room < kPairs / kGroup ? room : kPairs / kGroup;
+  const int room = (200 * 1024 - 4 * kPairs * 4) / (columns * 4) - 2;
+  return room < 2 ? 0 : room < kPairs / kGroup ? room : kPairs / kGroup;
+}
+
+static size_t plan_shared_bytes(int num_ranks, int num_experts) {
+  return static_cast<size_t>((num_ranks + num_experts) * (plan_groups(num_ranks, num_experts) + 2) + 4 * kPairs) * 4;
 }
 
 cudaError_t launch_plan(const DispatchArgs& a, int num_ranks, int num_experts, int blocks, cudaStream_t stream) {
-  const int groups = plan_groups(num_ranks, num_experts);
-  const size_t bytes = static_cast<size_t>((num_ranks + num_experts) * (groups + 1) + 2 * kPairs) * 4;
   const int chunks = num_chunks(a.num_tokens);
-  plan_kernel<<<blocks < chunks ? blocks : chunks, kThreads, bytes, stream>>>(a, groups);
+  plan_kernel<<<blocks < chunks ? blocks : chunks, kThreads, plan_shared_bytes(num_ranks, num_experts), stream>>>(a, plan_groups(num_ranks, num_experts));
   return cudaGetLastError();
 }
-cudaError_t launch_meta(const DispatchArgs& a, int blocks, cudaStream_t stream) {
+cudaError_t launch_meta(const DispatchArgs& a, int num_ranks, int num_experts, int blocks, cudaStream_t stream) {
   const int chunks = num_chunks(a.num_tokens);
-  meta_kernel<<<blocks < chunks ? blocks : chunks, kThreads, 0, stream>>>(a);
+  meta_kernel<<<blocks < chunks ? blocks : chunks, kThreads, plan_shared_bytes(num_ranks, num_experts), stream>>>(a, plan_groups(num_ranks, num_experts));
   return cudaGetLastError();
 }
 cudaError_t launch_hello(const Common& c, size_t block, int64_t block_rows, int channels, bool refused, cudaStream_t stream) {
@@ -378,14 +468,12 @@ cudaError_t launch_hello(const Common& c, size_t block, int64_t block_rows, int 
   return cudaGetLastError();
 }
 cudaError_t prepare_plan() {
-  const cudaError_t e = cudaFuncSetAttribute(plan_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 200 * 1024);
-  cudaFuncAttributes unused;
-  if (e != cudaSuccess) return e;
   // Loading a kernel later, while a peer waits, could stop everything.
-  for (const void* kernel : {reinterpret_cast<const void*>(meta_kernel), reinterpret_cast<const void*>(hello_kernel)}) {
-    if (const cudaError_t bad = cudaFuncGetAttributes(&unused, kernel)) return bad;
+  for (const void* kernel : {reinterpret_cast<const void*>(plan_kernel), reinterpret_cast<const void*>(meta_kernel)}) {
+    if (const cudaError_t bad = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 200 * 1024)) return bad;
   }
-  return cudaSuccess;
+  cudaFuncAttributes unused;
+  return cudaFuncGetAttributes(&unused, hello_kernel);
 }
 
 }  // namespace turnout::engine::cuda
