@@ -14,6 +14,8 @@ SUFFIXES = {".h", ".hpp", ".cuh", ".cc", ".cpp", ".cu"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
 STANDARD = re.compile(r"^[a-z0-9_]+$")
 C_STANDARD = {"stdint.h", "stddef.h", "stdbool.h"}
+# What engines see of transports.
+ENGINE_SEES = {"transport/transport.h", "transport/device_window.h"}
 
 # Headers of others, and the folders that may see them.
 CUDA = ("src/engine/cuda/", "src/transport/cuda_p2p/", "src/transport/cuda_host/", "src/transport/nccl/", "src/transport/device/", "plugins/", "bench/",
@@ -57,8 +59,8 @@ def breach(path, bracket, target, root):
         return 'quoted includes start at src/ or include/, or name a file beside this one'
     if head != folder and FLOORS[head] >= FLOORS[folder]:
         return f"src/{folder} (floor {FLOORS[folder]}) must not see src/{head} (floor {FLOORS[head]})"
-    if head == "transport" and folder == "engine" and target != "transport/transport.h":
-        return "the engine knows transports by transport/transport.h only"
+    if head == "transport" and folder == "engine" and target not in ENGINE_SEES and not (target.startswith("transport/device/") and "cuda" in path):
+        return "the engine knows transports by transport.h and device_window.h only, and the CUDA engine by transport/device"
     here, there = path.split("/")[2:-1], target.split("/")[1:-1]
     if head == folder == "transport" and here and there and here[0] != there[0] and "device" not in there[0]:
         return f"transport {here[0]} must not see transport {there[0]}: what both need goes into src/transport/"
@@ -91,12 +93,13 @@ def self_test():
         "src/transport/inproc/a.cc": "#include <ucp/api/ucp.h>", "src/api/b.cc": "#include <nlohmann/json.hpp>", "include/turnout/a.h": '#include "core/x.h"',
         "include/turnout/b.h": "#include <fmt/core.h>", "examples/a.cc": '#include "engine/x.h"', "src/strange/a.cc": '#include "core/x.h"',
         "src/engine/b.cc": '#include "../core/x.h"', "src/engine/cpu/b.cc": '#include "transport/registry.h"',
+        "src/engine/cpu/c.cc": '#include "transport/device/x.h"', "src/engine/cuda/b.cc": '#include "transport/cuda_p2p/x.h"',
         "src/transport/shm/b.cc": '#include "transport/inproc/x.h"', "src/core/x.h": '#include "core/../util/x.h"', "src/util/b.cc": "#include <gtest/gtest.h>",
     }
     good = {
         "src/engine/cpu/g.cc": '#include "core/x.h"\n#include "engine/cpu/h.h"\n#include "turnout/types.h"\n#include <sys/mman.h>',
         "src/core/g.h": '#include <vector>\n#include "turnout/types.h"\n#include "core/x.h"', "src/tools/g.cc": "#include <nlohmann/json.hpp>",
-        "src/engine/cuda/g.cu": '#include <cuda_runtime.h>\n#include "transport/transport.h"',
+        "src/engine/cuda/g.cu": '#include <cuda_runtime.h>\n#include "transport/device_window.h"\n#include "transport/device/x.h"',
         "src/transport/registry.cc": '#include "transport/shm/x.h"', "src/transport/shm/g.cc": '#include "transport/shm/x.h"\n#include "transport/y.h"',
         "include/turnout/g.h": '#include <stdint.h>\n#include <vector>\n#include "turnout/types.h"',
         "tests/core/g.cc": '#include <gtest/gtest.h>\n#include "core/x.h"', "examples/g.cc": '#include "turnout/turnout.hpp"',

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "tools/about.h"
 #include "tools/bench.h"
 #include "tools/demo.h"
 #include "tools/environment.h"
@@ -93,7 +94,7 @@ int run(int argc, char** argv) {
   if (app.got_subcommand("bench")) return tools::run_bench(bench);
   if (app.got_subcommand("demo")) return tools::run_demo(demo);
   if (app.got_subcommand("selftest")) return tools::run_selftest(selftest);
-  std::printf("turnout %.*s\n", static_cast<int>(version().size()), version().data());
+  std::printf("%s", tools::about().c_str());
   return 0;
 }
 

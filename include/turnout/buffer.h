@@ -6,6 +6,7 @@
 #include <optional>
 #include <vector>
 
+#include "turnout/allocator.h"
 #include "turnout/communicator.h"
 #include "turnout/config.h"
 #include "turnout/error.h"
@@ -21,15 +22,6 @@ class BufferImpl;
 class PendingImpl;
 class Memory;
 }  // namespace internal
-
-/// Memory for results that are not leases. The default keeps pages it has touched and hands them out again.
-/// REQUIRES: calls may come from any thread. allocate() throws std::bad_alloc or TransportError.
-class TURNOUT_API Allocator {
- public:
-  virtual ~Allocator();
-  virtual void* allocate(size_t num_bytes) = 0;
-  virtual void deallocate(void* data, size_t num_bytes) noexcept = 0;
-};
 
 /// Arguments of dispatch(). T tokens of this rank, H elements per row, K experts per token.
 struct DispatchArgs {
@@ -47,10 +39,12 @@ struct DispatchArgs {
   int expert_alignment = 1;            ///< expert_major: groups start at multiples of this
   Quantize quantize = Quantize::none;  ///< of bf16, fp16 or fp32 x; scales arrive as result.x_scales
   ResultKind result = ResultKind::automatic;
-  TensorView out{};                     ///< optional: rows of the result go here ([>= rows, H], last stride 1; slab: dense)
+  /// Optional: rows of the result go here ([>= rows, H], last stride 1, with a capacity >= capacity rows; slab also [Le, C, H], dense).
+  /// Too little room here, or for result = lease, raises on all ranks and nothing is delivered.
+  TensorView out{};
   Receive receive = Receive::deferred;  ///< of dispatch_async
   OnFailure on_failure = OnFailure::raise;
-  int lane = 0;
+  int lane = 0;  ///< one that is not there raises on all ranks; if there are several, they stay aborted until recover()
   Stream stream{};
 };
 
@@ -76,7 +70,8 @@ class TURNOUT_API DispatchResult {
   DispatchResult(DispatchResult&&) noexcept;
   DispatchResult& operator=(DispatchResult&&) noexcept;
   ~DispatchResult();
-  /// Gives the rows back now; views become invalid (undefined) and combine() refuses them. Idempotent.
+  /// Gives the rows back now; views of this result become undefined. Copies of them are refused by later calls until something
+  /// else lies there, or always pass if the memory was of a caller's Allocator, who alone knows what became of it. Idempotent.
   void release();
 
  private:
@@ -161,7 +156,8 @@ class TURNOUT_API Buffer {
   /// Sends each token to the ranks of its experts. Throws: InvalidArgument before anything moved in throughput mode (the
   /// call counts on all ranks, and all raise), PeerTimeout, PeerFailed.
   DispatchResult dispatch(const DispatchArgs& args);
-  /// Issues the send and returns; receive with wait(). The inputs must stay unchanged until then.
+  /// Issues the send and returns; receive with wait(). The inputs must stay unchanged until then. Issuing waits until all ranks
+  /// have come: calls that a thread issues on several Buffers or lanes it issues in the same order on all ranks, or PeerTimeout ends it.
   PendingDispatch dispatch_async(const DispatchArgs& args);
   /// Brings the rows of a dispatch back to their tokens and adds them. Throws as dispatch().
   CombineResult combine(const CombineArgs& args);
@@ -179,14 +175,15 @@ class TURNOUT_API Buffer {
   void recover();
   /// Non-zero once the Buffer is aborted; may be read at any time.
   const uint64_t* status_word() const;
-  /// Later calls raise InvalidArgument. Local, idempotent.
+  /// Later calls raise InvalidArgument; peers that wait for this rank raise PeerFailed. Local, idempotent; as is destruction.
   void close();
 
   const BufferConfig& config() const;
   int rank() const;
   int num_ranks() const;
   int num_local_experts() const;
-  size_t num_bytes() const;  ///< symmetric memory of this rank, = required_bytes(config(), num_ranks())
+  uint64_t num_fresh_results() const;  ///< dispatches with result = automatic that found no lease
+  size_t num_bytes() const;            ///< symmetric memory of this rank, = required_bytes(config(), num_ranks())
 
   const std::shared_ptr<internal::BufferImpl>& impl() const { return impl_; }
 

@@ -28,17 +28,17 @@ class TURNOUT_API TransportError : public Error {
   using Error::Error;
 };
 
-/// What a wait was waiting for when it gave up.
+/// What a wait was waiting for when it gave up, the same on all ranks. Phase "failed": `rank` itself could not go on with the call.
 struct WaitRecord {
-  int rank = -1;           ///< who waited
+  int rank = -1;           ///< who waited, and found out
   std::vector<int> peers;  ///< for whom
   int lane = 0;
   std::string call;        ///< "dispatch", "combine", "bootstrap"
   uint64_t epoch = 0;      ///< number of the call on its lane
-  std::string phase;       ///< "header", "rows", "space", "consumed", or the step of the bootstrap
+  std::string phase;       ///< "header", "rows", "space", "consumed", "verdict", "failed", or the step of the bootstrap
   uint64_t expected = 0;   ///< value waited for
   uint64_t seen = 0;       ///< value seen last
-  std::string peer_state;  ///< "alive", "busy", "silent", "gone"
+  std::string peer_state;  ///< "alive", "busy", "silent", "gone", "closed" (its Buffer), "failed"
   std::string to_string() const;
 };
 

@@ -29,7 +29,7 @@ struct TURNOUT_API TensorView {
 
   /// True if the view was given at all (a default-constructed view was not).
   bool defined() const { return ndim > 0; }
-  int64_t num_elements() const;
+  int64_t num_elements() const;  ///< INT64_MAX if there are more
   bool is_dense() const;
 
   /// First byte of row `i` (and of matrix `j`, row `i` for three dimensions).

@@ -1,6 +1,7 @@
 // Checks of dispatch() and combine(). Messages carry the numbers that clash.
 #include "api/arguments.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 
@@ -21,14 +22,37 @@ void check_aligned(const std::string& what, const TensorView& t) {
   }
 }
 
+/// REQUIRES: 1 to 3 dimensions.
+void check_extents(const std::string& what, const TensorView& t) {
+  if (t.device.kind != DeviceKind::cpu) refuse(what + " is on " + std::string(name(t.device.kind)) + ", but this Buffer is on the CPU");
+  for (int d = 0; d < t.ndim; ++d) {
+    if (t.shape[static_cast<size_t>(d)] < 0) refuse(what + " is " + t.to_string() + ": a dimension is negative");
+  }
+}
+
+void check_dense(const std::string& what, const TensorView& t) {
+  if (!t.is_dense() && t.num_elements() > 0) refuse(what + " is " + t.to_string() + ", but must be dense");
+}
+
+/// At least `needed` numbers that are read one after the other, in any shape.
+void check_numbers(const std::string& what, const TensorView& t, std::initializer_list<DType> dtypes, int64_t needed) {
+  if (t.ndim > 3) refuse(what + " has " + str(t.ndim) + " dimensions, but must have 1 to 3");
+  std::string names;
+  for (DType dtype : dtypes) names += (names.empty() ? "" : " or ") + std::string(name(dtype));
+  if (std::find(dtypes.begin(), dtypes.end(), t.dtype) == dtypes.end()) refuse(what + " is " + t.to_string() + ", but must be " + names);
+  check_extents(what, t);
+  const int64_t have = t.num_elements();
+  check_dense(what, t);
+  if (have < needed) refuse(what + " has " + str(have) + " elements, but must have " + str(needed) + ", one for each row or choice");
+  if (needed > 0 && !t.data) refuse(what + " has null data");
+  check_aligned(what, t);
+}
+
 /// A matrix of rows: two dimensions, last stride 1, data unless there are no rows, aligned to its elements, on the CPU.
 void check_matrix(const std::string& what, const TensorView& t, int ndim = 2) {
   if (!t.defined()) refuse(what + " is missing");
   if (t.ndim != ndim) refuse(what + " is " + t.to_string() + ", but must have " + str(ndim) + " dimensions");
-  if (t.device.kind != DeviceKind::cpu) refuse(what + " is on " + std::string(name(t.device.kind)) + ", but this Buffer is on the CPU");
-  for (int d = 0; d < ndim; ++d) {
-    if (t.shape[static_cast<size_t>(d)] < 0) refuse(what + " is " + t.to_string() + ": a dimension is negative");
-  }
+  check_extents(what, t);
   if (t.num_elements() == 0) return;
   if (t.data == nullptr) refuse(what + " is " + t.to_string() + " with null data");
   const auto last = static_cast<size_t>(ndim - 1);
@@ -37,10 +61,6 @@ void check_matrix(const std::string& what, const TensorView& t, int ndim = 2) {
     if (t.shape[d] > 1 && t.strides[d] < 0) refuse(what + " is " + t.to_string() + ": strides must not be negative");
   }
   check_aligned(what, t);
-}
-
-void check_dense(const std::string& what, const TensorView& t) {
-  if (!t.is_dense() && t.num_elements() > 0) refuse(what + " is " + t.to_string() + ", but must be dense");
 }
 
 void check_shape(const std::string& what, const TensorView& t, std::initializer_list<int64_t> shape) {
@@ -75,16 +95,21 @@ void check_ids(const TensorView& ids, int num_experts) {
 void check_row_width(const std::string& what, const TensorView& t, const BufferConfig& config) {
   const int64_t hidden = t.shape[static_cast<size_t>(t.ndim - 1)];
   if (hidden < 1) refuse(what + " is " + t.to_string() + ": rows must have at least one element");
-  const size_t bytes = static_cast<size_t>(hidden) * size_of(t.dtype);
-  if (bytes > row_bytes(config)) {
-    refuse(what + " is " + t.to_string() + ": rows of " + str(static_cast<int64_t>(bytes)) + " bytes, but this Buffer was made for at most " +
-           str(static_cast<int64_t>(row_bytes(config))) + " (hidden " + str(config.hidden) + " of " + std::string(name(config.dtype)) + ")");
+  if (static_cast<size_t>(hidden) > row_bytes(config) / size_of(t.dtype)) {
+    refuse(what + " is " + t.to_string() + ": rows of " + str(hidden) + " x " + str(static_cast<int64_t>(size_of(t.dtype))) +
+           " bytes, but this Buffer was made for at most " + str(static_cast<int64_t>(row_bytes(config))) + " (hidden " + str(config.hidden) +
+           " of " + std::string(name(config.dtype)) + ")");
   }
 }
 
 void check_lane(const std::string& call, const BufferConfig& config, int lane, OnFailure on_failure) {
-  if (lane < 0 || lane >= config.num_lanes) refuse(call + ": lane is " + str(lane) + ", but this Buffer has lanes 0 to " + str(config.num_lanes - 1));
+  if (const std::string problem = lane_problem(config, lane); !problem.empty()) refuse(call + ": " + problem);
   if (on_failure == OnFailure::mask) refuse(call + ": on_failure=mask is not in this version; use raise");
+}
+
+/// A view of memory that a result gave back is no argument.
+void check_alive(const engine::Context& context, const std::string& what, const TensorView& t) {
+  if (t.defined() && t.data && context.is_released(t.data)) refuse(what + " is a view of a result that was released");
 }
 
 const internal::Routing& check_handle(const std::string& call, const engine::Context& context, const Handle* handle) {
@@ -123,6 +148,11 @@ void check_routing_args(const engine::Context& context, const DispatchArgs& args
 
 }  // namespace
 
+std::string lane_problem(const BufferConfig& config, int lane) {
+  if (lane >= 0 && lane < config.num_lanes) return {};
+  return "lane is " + str(lane) + ", but this Buffer has lanes 0 to " + str(config.num_lanes - 1);
+}
+
 size_t row_bytes(const BufferConfig& config) { return static_cast<size_t>(config.hidden) * size_of(config.dtype); }
 
 void check_dispatch(const engine::Context& context, const DispatchArgs& args) {
@@ -130,6 +160,7 @@ void check_dispatch(const engine::Context& context, const DispatchArgs& args) {
   check_lane("dispatch", config, args.lane, args.on_failure);
   check_matrix("dispatch: x", args.x);
   check_row_width("dispatch: x", args.x, config);
+  check_alive(context, "dispatch: x", args.x);
   const int64_t tokens = args.x.shape[0];
   if (tokens > config.max_tokens_per_rank) {
     refuse("dispatch: x has " + str(tokens) + " tokens, but this Buffer takes at most " + str(config.max_tokens_per_rank) +
@@ -151,18 +182,25 @@ void check_dispatch(const engine::Context& context, const DispatchArgs& args) {
   for (size_t s = 0; s < args.side.size(); ++s) {
     const std::string what = "dispatch: side[" + str(static_cast<int64_t>(s)) + "]";
     check_matrix(what, args.side[s]);
+    check_alive(context, what, args.side[s]);
     if (args.side[s].shape[0] != tokens) refuse(what + " has " + str(args.side[s].shape[0]) + " rows but x has " + str(tokens));
-    side_bytes += static_cast<size_t>(args.side[s].shape[1]) * size_of(args.side[s].dtype);
+    const size_t width = size_of(args.side[s].dtype);
+    if (static_cast<size_t>(args.side[s].shape[1]) > (config.max_side_bytes - side_bytes) / width) {
+      refuse(what + " is " + args.side[s].to_string() + ": " + str(args.side[s].shape[1]) + " x " + str(static_cast<int64_t>(width)) +
+             " bytes per row after " + str(static_cast<int64_t>(side_bytes)) + " of the arrays before it, but this Buffer was made for at most " +
+             str(static_cast<int64_t>(config.max_side_bytes)) + " (max_side_bytes)");
+    }
+    side_bytes += static_cast<size_t>(args.side[s].shape[1]) * width;
   }
-  if (side_bytes > config.max_side_bytes) {
-    refuse("dispatch: side arrays have " + str(static_cast<int64_t>(side_bytes)) + " bytes per row, but this Buffer was made for at most " +
-           str(static_cast<int64_t>(config.max_side_bytes)) + " (max_side_bytes)");
-  }
+  check_alive(context, "dispatch: out", args.out);
   if (args.out.defined()) {
     if (args.result == ResultKind::lease) refuse("dispatch: out and result=lease exclude each other");
     const DType dtype = args.quantize == Quantize::none ? args.x.dtype : DType::fp8_e4m3;
     check_output("dispatch: out", args.out, dtype, args.x.shape[1]);
-    if (args.out.ndim == 3) check_dense("dispatch: out", args.out);
+    if (args.out.ndim == 3) {
+      check_dense("dispatch: out", args.out);
+      if (args.layout != Layout::expert_slab && !args.handle) refuse("dispatch: out is " + args.out.to_string() + ", but must have 2 dimensions");
+    }
   }
 }
 
@@ -182,11 +220,8 @@ void check_combine(const engine::Context& context, const CombineArgs& args) {
     }
   }
   if (have < need) refuse("combine: y has " + str(have) + " rows, but the handle's dispatch delivered " + str(need));
-  const auto* base = context.window ? const_cast<engine::Context&>(context).window->local() : nullptr;
-  const auto* data = static_cast<const std::byte*>(args.y.data);
-  if (need > 0 && data >= base && data < base + context.layout.num_bytes && !context.pool.is_taken(static_cast<size_t>(data - base))) {
-    refuse("combine: y is a view of a lease that was released");
-  }
+  if (need > 0) check_alive(context, "combine: y", args.y);
+  check_alive(context, "combine: out", args.out);
   if (args.wire == Wire::rows && r.layout == Layout::rank_major) {
     refuse("combine: wire=rows needs one row per expert, but the handle's layout is rank_major; use expert_major or expert_slab");
   }
@@ -199,22 +234,9 @@ void check_combine(const engine::Context& context, const CombineArgs& args) {
   if ((args.apply == CombineWeights::rows) != args.weights.defined()) {
     refuse(args.weights.defined() ? "combine: weights are given but not applied; set apply=rows" : "combine: apply=rows, but weights are missing");
   }
-  if (args.weights.defined()) {
-    if (args.weights.dtype != DType::fp32 && args.weights.dtype != DType::bf16)
-      refuse("combine: weights is " + args.weights.to_string() + ", but must be fp32 or bf16");
-    check_dense("combine: weights", args.weights);
-    if (args.weights.num_elements() < need)
-      refuse("combine: weights has " + str(args.weights.num_elements()) + " elements for " + str(need) + " rows");
-    if (need > 0 && !args.weights.data) refuse("combine: weights has null data");
-    check_aligned("combine: weights", args.weights);
-  }
+  if (args.weights.defined()) check_numbers("combine: weights", args.weights, {DType::fp32, DType::bf16}, need);
   if (args.side.defined()) {
-    if (args.side.dtype != DType::fp32) refuse("combine: side is " + args.side.to_string() + ", but must be fp32");
-    check_dense("combine: side", args.side);
-    const int64_t scalars = r.layout == Layout::rank_major ? r.num_recv() * r.num_topk : need;
-    if (args.side.num_elements() < scalars) refuse("combine: side has " + str(args.side.num_elements()) + " elements, but must have " + str(scalars));
-    if (scalars > 0 && !args.side.data) refuse("combine: side has null data");
-    check_aligned("combine: side", args.side);
+    check_numbers("combine: side", args.side, {DType::fp32}, r.layout == Layout::rank_major ? r.num_recv() * r.num_topk : need);
   }
   if (args.out.defined()) {
     check_output("combine: out", args.out, args.y.dtype, args.y.shape[static_cast<size_t>(args.y.ndim - 1)]);

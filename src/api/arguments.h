@@ -1,5 +1,7 @@
 // The public door: what a call was given is checked here, once, in words.
 #pragma once
+#include <string>
+
 #include "engine/cpu/context.h"
 #include "engine/cpu/header.h"
 #include "engine/routing.h"
@@ -10,6 +12,9 @@ namespace turnout::api {
 /// Throws InvalidArgument naming the argument, what came and what would do.
 void check_dispatch(const engine::Context& context, const DispatchArgs& args);
 void check_combine(const engine::Context& context, const CombineArgs& args);
+
+/// Empty, or what is wrong with `lane`.
+std::string lane_problem(const BufferConfig& config, int lane);
 
 /// The facts of a call that must be the same on all ranks. Take arguments as they come: they may be wrong.
 engine::CallFacts facts_of(const engine::Context& context, const DispatchArgs& args);

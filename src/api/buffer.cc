@@ -48,6 +48,7 @@ int Buffer::num_local_experts() const {
   std::lock_guard lock(impl_->context()->experts_mutex);
   return context.experts->num_local(context.rank);
 }
+uint64_t Buffer::num_fresh_results() const { return impl_->context()->fresh_results.load(std::memory_order_relaxed); }
 size_t Buffer::num_bytes() const { return impl_->context()->layout.num_bytes; }
 
 }  // namespace v0

@@ -6,7 +6,6 @@
 
 #include "api/arguments.h"
 #include "api/layout.h"
-#include "engine/cpu/page_pool.h"
 #include "engine/cpu/refused_call.h"
 #include "engine/cpu/send_list.h"
 #include "util/env.h"
@@ -40,12 +39,7 @@ BufferImpl::BufferImpl(std::shared_ptr<CommunicatorImpl> communicator, const Buf
     window = transport.open("buffer", layout.num_bytes, layout.num_signals());
   }
   if (config.touch_pages) std::memset(window->local() + layout.receive, 0, layout.receive_bytes);
-  std::shared_ptr<Allocator> own;
-  if (!allocator) {
-    own = std::make_shared<engine::PagePool>();
-    allocator = own.get();
-  }
-  context_ = std::make_shared<engine::Context>(communicator_->transport, std::move(window), layout, communicator_->topology, config, own, allocator);
+  context_ = std::make_shared<engine::Context>(communicator_->transport, std::move(window), layout, communicator_->topology, config, allocator);
   for (int lane = 0; lane < config.num_lanes; ++lane) lanes_.push_back(std::make_unique<Lane>(context_, lane));
   std::vector<Lane*> siblings;
   for (auto& lane : lanes_) siblings.push_back(lane.get());
@@ -101,13 +95,16 @@ void BufferImpl::require_open(const char* call) const {
   if (context_->closed.load(std::memory_order_acquire)) throw InvalidArgument(std::string(call) + ": this Buffer is closed");
 }
 
+/// Tells all ranks that this one does not make the call, which consumes its epoch, and rethrows the reason.
+/// REQUIRES: an exception is being handled.
 template <class Args>
-void BufferImpl::refuse(const Args& args, Lane& lane, const InvalidArgument& why) {
+void BufferImpl::refuse(const Args& args, Lane& lane) {
+  const std::exception_ptr why = std::current_exception();
   auto call = std::make_shared<engine::RefusedCall>(context_, lane.index(), lane.take_epoch(), lane.first_epoch(), api::facts_of(*context_, args));
   lane.add(call);
   lane.drive(*call, Lane::Until::sent);
   lane.remove(call.get());
-  throw InvalidArgument(why.what());
+  std::rethrow_exception(why);
 }
 
 namespace {
@@ -118,24 +115,52 @@ void check_outstanding(const BufferConfig& config, const Lane& lane, const char*
                         " calls in flight, at most " + std::to_string(config.max_outstanding) + " (max_outstanding); wait for one first");
 }
 
+const char* name_of(const DispatchArgs&) { return "dispatch"; }
+const char* name_of(const CombineArgs&) { return "combine"; }
+
 }  // namespace
 
-std::shared_ptr<PendingImpl> BufferImpl::start(const DispatchArgs& args) {
-  require_open("dispatch");
-  if (args.lane < 0 || args.lane >= context_->config.num_lanes) api::check_dispatch(*context_, args);
-  Lane& lane = this->lane(args.lane);
+/// Nobody can tell which call of the others this one should have been, so none of them can fail in its place: the Buffer stops.
+void BufferImpl::stop_for_lane(const char* call, int lane) {
+  WaitRecord record;
+  record.rank = context_->rank;
+  record.lane = lane;
+  record.call = call;
+  context_->stop({engine::Abort::Kind::invalid_argument, std::string(call) + ": " + api::lane_problem(context_->config, lane), record});
+}
+
+template <class Args>
+std::shared_ptr<PendingImpl> BufferImpl::start(const Args& args) {
+  const char* name = name_of(args);
+  require_open(name);
+  // With a single lane, a lane that is not there can stand for no other.
+  const bool is_there = api::lane_problem(context_->config, args.lane).empty();
+  Lane& lane = this->lane(is_there ? args.lane : 0);
   std::lock_guard lock(lane.mutex);
   context_->check_abort();
+  if (!is_there && lanes_.size() > 1) stop_for_lane(name, args.lane);
+  std::shared_ptr<PendingImpl> pending;
+  engine::Call* call = nullptr;
   try {
-    check_outstanding(context_->config, lane, "dispatch");
-    api::check_dispatch(*context_, args);
-  } catch (const InvalidArgument& why) {
-    refuse(args, lane, why);
+    check_outstanding(context_->config, lane, name);
+    pending = std::make_shared<PendingImpl>(shared_from_this(), lane.index());
+    call = make_call(args, lane, *pending);
+  } catch (...) {
+    refuse(args, lane);
   }
+  lane.take_epoch();
+  lane.drive(*call, Lane::Until::sent);
+  pending->waited = false;  // until here a call that fails leaves nothing to drop, and the lane is locked
+  return pending;
+}
+template std::shared_ptr<PendingImpl> BufferImpl::start(const DispatchArgs&);
+template std::shared_ptr<PendingImpl> BufferImpl::start(const CombineArgs&);
+
+engine::Call* BufferImpl::make_call(const DispatchArgs& args, Lane& lane, PendingImpl& pending) {
+  api::check_dispatch(*context_, args);
   engine::CallFacts facts = api::facts_of(*context_, args);
   std::shared_ptr<Routing> fresh;
   std::shared_ptr<const Routing> cached;
-  const uint64_t epoch = lane.take_epoch();
   if (args.handle) {
     cached = args.handle->routing();
     facts.generation = static_cast<int64_t>(cached->experts->hash() >> 1);
@@ -148,40 +173,22 @@ std::shared_ptr<PendingImpl> BufferImpl::start(const DispatchArgs& args) {
     facts.generation = static_cast<int64_t>(experts->hash() >> 1);
     fresh = engine::list_sends(std::move(experts), args.topk_idx, args.topk_weights, args.x.shape[0]);
     fresh->buffer = context_->serial;
-    fresh->id = static_cast<int64_t>(args.lane) << 48 | static_cast<int64_t>(epoch);
+    fresh->id = static_cast<int64_t>(args.lane) << 48 | static_cast<int64_t>(lane.next_epoch());
     fresh->layout = args.layout;
     fresh->capacity = args.capacity.value_or(-1);
     fresh->alignment = args.layout == Layout::expert_major ? args.expert_alignment : 1;
   }
-  auto pending = std::make_shared<PendingImpl>(shared_from_this(), args.lane);
-  pending->dispatch = std::make_shared<engine::DispatchCall>(context_, args.lane, epoch, lane.first_epoch(), facts, args, fresh, cached);
-  lane.add(pending->dispatch);
-  pending->waited = true;  // a send that fails leaves nothing to drop, and the lane is locked here
-  lane.drive(*pending->dispatch, Lane::Until::sent);
-  pending->waited = false;
-  return pending;
+  pending.dispatch = std::make_shared<engine::DispatchCall>(context_, args.lane, lane.next_epoch(), lane.first_epoch(), facts, args, fresh, cached);
+  lane.add(pending.dispatch);
+  return pending.dispatch.get();
 }
 
-std::shared_ptr<PendingImpl> BufferImpl::start(const CombineArgs& args) {
-  require_open("combine");
-  if (args.lane < 0 || args.lane >= context_->config.num_lanes) api::check_combine(*context_, args);
-  Lane& lane = this->lane(args.lane);
-  std::lock_guard lock(lane.mutex);
-  context_->check_abort();
-  try {
-    check_outstanding(context_->config, lane, "combine");
-    api::check_combine(*context_, args);
-  } catch (const InvalidArgument& why) {
-    refuse(args, lane, why);
-  }
-  auto pending = std::make_shared<PendingImpl>(shared_from_this(), args.lane);
-  pending->combine = std::make_shared<engine::CombineCall>(context_, args.lane, lane.take_epoch(), lane.first_epoch(), api::facts_of(*context_, args),
-                                                           args, args.handle->routing());
-  lane.add(pending->combine);
-  pending->waited = true;  // as above
-  lane.drive(*pending->combine, Lane::Until::sent);
-  pending->waited = false;
-  return pending;
+engine::Call* BufferImpl::make_call(const CombineArgs& args, Lane& lane, PendingImpl& pending) {
+  api::check_combine(*context_, args);
+  pending.combine = std::make_shared<engine::CombineCall>(context_, args.lane, lane.next_epoch(), lane.first_epoch(), api::facts_of(*context_, args),
+                                                          args, args.handle->routing());
+  lane.add(pending.combine);
+  return pending.combine.get();
 }
 
 void BufferImpl::receive_meanwhile(const std::shared_ptr<PendingImpl>& pending) {
@@ -255,7 +262,12 @@ void BufferImpl::close() {
       std::lock_guard lock(l->mutex);
       l->abandon();
     }
+    context_->announce_close();
   }
+}
+
+BufferImpl::~BufferImpl() {
+  if (context_ && !context_->closed.load(std::memory_order_acquire)) context_->announce_close();
 }
 
 }  // namespace internal

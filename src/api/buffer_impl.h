@@ -40,7 +40,7 @@ class PendingImpl {
   int lane;
   std::shared_ptr<engine::DispatchCall> dispatch;
   std::shared_ptr<engine::CombineCall> combine;
-  bool waited = false;
+  bool waited = true;  ///< nobody has to wait for it: not issued yet, failed, or waited for
   std::atomic<bool> stop{false};
   std::thread resident;  ///< receives meanwhile, if asked
 };
@@ -48,9 +48,13 @@ class PendingImpl {
 class BufferImpl : public std::enable_shared_from_this<BufferImpl> {
  public:
   BufferImpl(std::shared_ptr<CommunicatorImpl> communicator, const BufferConfig& config, Allocator* allocator);
+  BufferImpl(const BufferImpl&) = delete;
+  BufferImpl& operator=(const BufferImpl&) = delete;
+  ~BufferImpl();
 
-  std::shared_ptr<PendingImpl> start(const DispatchArgs& args);
-  std::shared_ptr<PendingImpl> start(const CombineArgs& args);
+  /// Checks and issues a call. What this rank cannot do is refused on all ranks.
+  template <class Args>
+  std::shared_ptr<PendingImpl> start(const Args& args);
   DispatchResult finish_dispatch(PendingImpl& pending);
   CombineResult finish_combine(PendingImpl& pending);
   /// Drives a pending call that nobody wants any more to its end.
@@ -69,8 +73,11 @@ class BufferImpl : public std::enable_shared_from_this<BufferImpl> {
   engine::Lane& lane(int index) { return *lanes_[static_cast<size_t>(index)]; }
 
  private:
+  engine::Call* make_call(const DispatchArgs& args, engine::Lane& lane, PendingImpl& pending);
+  engine::Call* make_call(const CombineArgs& args, engine::Lane& lane, PendingImpl& pending);
   template <class Args>
-  [[noreturn]] void refuse(const Args& args, engine::Lane& lane, const InvalidArgument& why);
+  [[noreturn]] void refuse(const Args& args, engine::Lane& lane);
+  [[noreturn]] void stop_for_lane(const char* call, int lane);
   void agree(const BufferConfig& config);
 
   std::shared_ptr<CommunicatorImpl> communicator_;

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "api/c_status.h"
+#include "engine/cpu/row_format.h"
 #include "turnout/buffer.h"
 #include "turnout/c/buffer.h"
 
@@ -28,13 +29,11 @@ struct turnout_combine_result {
 };
 struct turnout_pending_dispatch {
   std::shared_ptr<Allocator> allocator;
-  Handle handle;  ///< the call refers to it until it ends, the caller's may be gone
-  std::optional<PendingDispatch> pending;
+  PendingDispatch pending;
 };
 struct turnout_pending_combine {
   std::shared_ptr<Allocator> allocator;
-  Handle handle;
-  std::optional<PendingCombine> pending;
+  PendingCombine pending;
 };
 
 namespace {
@@ -83,6 +82,9 @@ DispatchArgs to_args(const turnout_dispatch_args& c) {
   args.x = to_view(c.x, "dispatch: x");
   args.topk_idx = to_view(c.topk_idx, "dispatch: topk_idx");
   args.topk_weights = to_view(c.topk_weights, "dispatch: topk_weights");
+  if (c.num_side > engine::kMaxSideArrays) {
+    throw InvalidArgument("dispatch: num_side is " + std::to_string(c.num_side) + ", but must be at most " + std::to_string(engine::kMaxSideArrays));
+  }
   if (c.num_side > 0) require(c.side, "dispatch: side");
   for (size_t s = 0; s < c.num_side; ++s) args.side.push_back(to_view(c.side[s], "dispatch: side[" + std::to_string(s) + "]"));
   if (c.handle) args.handle = &c.handle->handle;
@@ -114,11 +116,17 @@ CombineArgs to_args(const turnout_combine_args& c) {
   return args;
 }
 
-/// Arguments of a call for C++. What C++ cannot even express is refused here, but as C++ refuses: `start`, given nothing, uses
-/// up the epoch and tells all ranks; its own error makes way for the one that says why.
-template <class Args, class CArgs, class Start>
-Args checked_args(const CArgs* given, const char* what, Start start) {
+DispatchResult run(Buffer& buffer, const DispatchArgs& args) { return buffer.dispatch(args); }
+CombineResult run(Buffer& buffer, const CombineArgs& args) { return buffer.combine(args); }
+PendingDispatch issue(Buffer& buffer, const DispatchArgs& args) { return buffer.dispatch_async(args); }
+PendingCombine issue(Buffer& buffer, const CombineArgs& args) { return buffer.combine_async(args); }
+
+/// Arguments of a call for C++. What C++ cannot even express is refused here, but as C++ refuses: a call that was given nothing
+/// uses up the epoch and tells all ranks; its own error makes way for the one that says why. Which lane it is for may be unknown.
+template <class Args, class CArgs>
+Args checked_args(Buffer& buffer, const CArgs* given, const char* what) {
   Args refused;
+  refused.lane = -1;
   try {
     const CArgs c = read_struct(given, what);
     refused.lane = c.lane;
@@ -126,7 +134,7 @@ Args checked_args(const CArgs* given, const char* what, Start start) {
   } catch (const InvalidArgument& why) {
     const InvalidArgument reason(why);
     try {
-      start(refused);
+      run(buffer, refused);
     } catch (const InvalidArgument&) {
       throw reason;
     }
@@ -134,11 +142,18 @@ Args checked_args(const CArgs* given, const char* what, Start start) {
   }
 }
 
-DispatchArgs dispatch_args(Buffer& buffer, const turnout_dispatch_args* given) {
-  return checked_args<DispatchArgs>(given, "dispatch: args", [&](const DispatchArgs& refused) { buffer.dispatch(refused); });
+/// A call that waits.
+template <class Args, class CArgs>
+auto run_call(turnout_buffer* buffer, const CArgs* given, const char* what) {
+  Buffer& b = require(buffer, "buffer").buffer;
+  return run(b, checked_args<Args>(b, given, what));
 }
-CombineArgs combine_args(Buffer& buffer, const turnout_combine_args* given) {
-  return checked_args<CombineArgs>(given, "combine: args", [&](const CombineArgs& refused) { buffer.combine(refused); });
+
+/// A call that is waited for later.
+template <class Args, class Made, class CArgs>
+Made* issue_call(turnout_buffer* buffer, const CArgs* given, const char* what) {
+  turnout_buffer& b = require(buffer, "buffer");
+  return new Made{b.allocator, issue(b.buffer, checked_args<Args>(b.buffer, given, what))};
 }
 
 }  // namespace
@@ -183,25 +198,15 @@ void turnout_buffer_destroy(turnout_buffer* buffer) { delete buffer; }
 turnout_status turnout_dispatch(turnout_buffer* buffer, const turnout_dispatch_args* args, turnout_dispatch_result** result) {
   return guarded([&] {
     turnout_dispatch_result*& out = output(result, "result");
-    turnout_buffer& b = require(buffer, "buffer");
-    const DispatchArgs cpp = dispatch_args(b.buffer, args);
-    out = new turnout_dispatch_result{b.allocator, b.buffer.dispatch(cpp), {}};
+    DispatchResult made = run_call<DispatchArgs>(buffer, args, "dispatch: args");
+    out = new turnout_dispatch_result{buffer->allocator, std::move(made), {}};
   });
 }
 
 turnout_status turnout_dispatch_async(turnout_buffer* buffer, const turnout_dispatch_args* args, turnout_pending_dispatch** pending) {
   return guarded([&] {
     turnout_pending_dispatch*& out = output(pending, "pending");
-    turnout_buffer& b = require(buffer, "buffer");
-    DispatchArgs cpp = dispatch_args(b.buffer, args);
-    auto made = std::make_unique<turnout_pending_dispatch>();
-    made->allocator = b.allocator;
-    if (cpp.handle) {
-      made->handle = *cpp.handle;
-      cpp.handle = &made->handle;
-    }
-    made->pending = b.buffer.dispatch_async(cpp);
-    out = made.release();
+    out = issue_call<DispatchArgs, turnout_pending_dispatch>(buffer, args, "dispatch: args");
   });
 }
 
@@ -209,12 +214,12 @@ turnout_status turnout_dispatch_wait(turnout_pending_dispatch* pending, turnout_
   return guarded([&] {
     turnout_dispatch_result*& out = output(result, "result");
     turnout_pending_dispatch& p = require(pending, "pending");
-    out = new turnout_dispatch_result{p.allocator, p.pending->wait(), {}};
+    out = new turnout_dispatch_result{p.allocator, p.pending.wait(), {}};
   });
 }
 
 turnout_status turnout_dispatch_arrived(const turnout_pending_dispatch* pending, turnout_tensor* arrived) {
-  return guarded([&] { require(arrived, "arrived") = from_view(require(pending, "pending").pending->arrived()); });
+  return guarded([&] { require(arrived, "arrived") = from_view(require(pending, "pending").pending.arrived()); });
 }
 
 void turnout_pending_dispatch_destroy(turnout_pending_dispatch* pending) { delete pending; }
@@ -274,25 +279,15 @@ void turnout_handle_destroy(turnout_handle* handle) { delete handle; }
 turnout_status turnout_combine(turnout_buffer* buffer, const turnout_combine_args* args, turnout_combine_result** result) {
   return guarded([&] {
     turnout_combine_result*& out = output(result, "result");
-    turnout_buffer& b = require(buffer, "buffer");
-    const CombineArgs cpp = combine_args(b.buffer, args);
-    out = new turnout_combine_result{b.allocator, b.buffer.combine(cpp)};
+    CombineResult made = run_call<CombineArgs>(buffer, args, "combine: args");
+    out = new turnout_combine_result{buffer->allocator, std::move(made)};
   });
 }
 
 turnout_status turnout_combine_async(turnout_buffer* buffer, const turnout_combine_args* args, turnout_pending_combine** pending) {
   return guarded([&] {
     turnout_pending_combine*& out = output(pending, "pending");
-    turnout_buffer& b = require(buffer, "buffer");
-    CombineArgs cpp = combine_args(b.buffer, args);
-    auto made = std::make_unique<turnout_pending_combine>();
-    made->allocator = b.allocator;
-    if (cpp.handle) {
-      made->handle = *cpp.handle;
-      cpp.handle = &made->handle;
-    }
-    made->pending = b.buffer.combine_async(cpp);
-    out = made.release();
+    out = issue_call<CombineArgs, turnout_pending_combine>(buffer, args, "combine: args");
   });
 }
 
@@ -300,7 +295,7 @@ turnout_status turnout_combine_wait(turnout_pending_combine* pending, turnout_co
   return guarded([&] {
     turnout_combine_result*& out = output(result, "result");
     turnout_pending_combine& p = require(pending, "pending");
-    out = new turnout_combine_result{p.allocator, p.pending->wait()};
+    out = new turnout_combine_result{p.allocator, p.pending.wait()};
   });
 }
 
@@ -353,6 +348,7 @@ turnout_status turnout_buffer_get_info(const turnout_buffer* buffer, turnout_buf
     value.num_local_experts = b.num_local_experts();
     value.num_bytes = b.num_bytes();
     value.status_word = b.status_word();
+    value.num_fresh_results = b.num_fresh_results();
     write_struct(info, value, "info");
   });
 }

@@ -22,15 +22,21 @@ void require(bool good, const std::string& field, int64_t value, const std::stri
 }  // namespace
 
 void BufferConfig::validate(int num_ranks) const {
-  require(num_experts >= 1, "num_experts", num_experts, "1 or more");
+  if (num_ranks < 1) throw InvalidArgument("BufferConfig: num_ranks is " + std::to_string(num_ranks) + ", but must be 1 or more");
+  require(num_experts >= 1 && num_experts <= (1 << 24), "num_experts", num_experts, "1 to 16777216");
   require(hidden >= 1 && hidden <= (int64_t{1} << 24), "hidden", hidden, "1 to 16777216");
   require(max_tokens_per_rank >= 0, "max_tokens_per_rank", max_tokens_per_rank, "0 or more");
   require(max_tokens_per_rank < INT32_MAX / num_ranks, "max_tokens_per_rank", max_tokens_per_rank,
           "below 2^31 / " + std::to_string(num_ranks) + " ranks");
   require(max_topk >= 1 && max_topk <= kMaxTopk, "max_topk", max_topk, "1 to " + std::to_string(kMaxTopk));
-  require(max_side_bytes <= (size_t{1} << 24), "max_side_bytes", static_cast<int64_t>(max_side_bytes), "at most 16777216");
+  require(max_side_bytes <= (size_t{1} << 24), "max_side_bytes", static_cast<int64_t>(std::min(max_side_bytes, size_t{INT64_MAX})),
+          "at most 16777216");
   require(num_lanes >= 1 && num_lanes <= 64, "num_lanes", num_lanes, "1 to 64");
   require(max_outstanding >= 1 && max_outstanding <= 64, "max_outstanding", max_outstanding, "1 to 64");
+  // So that sums of sizes fit in 64 bits; what memory there is the transport finds out.
+  constexpr size_t kMostBytes = size_t{1} << 46;
+  require(receive_bytes <= kMostBytes, "receive_bytes", static_cast<int64_t>(std::min(receive_bytes, size_t{INT64_MAX})), "at most 2^46");
+  require(staging_bytes <= kMostBytes, "staging_bytes", static_cast<int64_t>(std::min(staging_bytes, size_t{INT64_MAX})), "at most 2^46");
   require(num_threads >= 1 && num_threads <= 256, "num_threads", num_threads, "1 to 256");
   require(timeouts.timeout.count() > 0, "timeouts.timeout (ms)", timeouts.timeout.count(), "more than 0");
   require(timeouts.busy_timeout.count() > 0, "timeouts.busy_timeout (ms)", timeouts.busy_timeout.count(), "more than 0");

@@ -28,11 +28,12 @@ engine::CallFacts facts_of(const engine::Context& context, const DispatchArgs& a
   f.topk = r ? r->num_topk : args.topk_idx.shape[1];
   f.weights = r ? r->has_weights : args.topk_weights.defined();
   f.num_side = static_cast<int64_t>(args.side.size());
-  uint64_t hash = 14695981039346656037ull;
+  uint64_t hash = 14695981039346656037ull, side_bytes = 0;
   for (const TensorView& side : args.side) {
-    f.side_bytes += side.shape[1] * static_cast<int64_t>(size_of(side.dtype));
+    side_bytes += static_cast<uint64_t>(side.shape[1]) * size_of(side.dtype);
     hash = (hash ^ (static_cast<uint64_t>(side.dtype) << 32 ^ static_cast<uint64_t>(side.shape[1]))) * 1099511628211ull;
   }
+  f.side_bytes = static_cast<int64_t>(side_bytes);
   f.side_hash = static_cast<int64_t>(hash >> 1);
   f.capacity = r ? r->capacity : args.capacity.value_or(-1);
   f.alignment = r ? r->alignment : args.expert_alignment;

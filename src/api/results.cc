@@ -46,18 +46,20 @@ struct Shape {
   }
 };
 
+/// Drives a call to its end and takes what it brought.
+template <class AnyCall>
+auto outcome_of(engine::Lane& lane, AnyCall& call) {
+  std::lock_guard lock(lane.mutex);
+  lane.drive(call, engine::Lane::Until::done);
+  lane.remove(&call);
+  return call.take();
+}
+
 }  // namespace
 
 DispatchResult BufferImpl::finish_dispatch(PendingImpl& pending) {
   const std::shared_ptr<engine::DispatchCall> call = pending.dispatch;
-  engine::DispatchOutcome outcome;
-  {
-    engine::Lane& l = lane(pending.lane);
-    std::lock_guard lock(l.mutex);
-    l.drive(*call, engine::Lane::Until::done);
-    l.remove(call.get());
-    outcome = call->take();
-  }
+  engine::DispatchOutcome outcome = outcome_of(lane(pending.lane), *call);
   const DispatchArgs& args = call->args();
   const Routing& r = *outcome.routing;
   auto memory = std::make_shared<Memory>();
@@ -105,14 +107,7 @@ DispatchResult BufferImpl::finish_dispatch(PendingImpl& pending) {
 
 CombineResult BufferImpl::finish_combine(PendingImpl& pending) {
   const std::shared_ptr<engine::CombineCall> call = pending.combine;
-  engine::CombineOutcome outcome;
-  {
-    engine::Lane& l = lane(pending.lane);
-    std::lock_guard lock(l.mutex);
-    l.drive(*call, engine::Lane::Until::done);
-    l.remove(call.get());
-    outcome = call->take();
-  }
+  engine::CombineOutcome outcome = outcome_of(lane(pending.lane), *call);
   const CombineArgs& args = call->args();
   const Routing& r = call->routing();
   auto memory = std::make_shared<Memory>();

@@ -61,13 +61,14 @@ struct BufferLayout {
   constexpr size_t header_at(int lane, int copy, int source) const { return headers + index(lane, copy, source) * header_bytes; }
   constexpr size_t ring_at(int lane, int copy, int source) const { return rings + index(lane, copy, source) * ring_bytes; }
 
-  // Signals: one per rank for the abort, then four per (lane, copy, source).
-  enum Signal : int { kHeader, kRows, kProduced, kSpace, kNumSignals };
+  // Signals: one per rank for the abort and one for close(), then five per (lane, copy, source).
+  enum Signal : int { kHeader, kRows, kProduced, kSpace, kVerdict, kNumSignals };
   constexpr int abort_signal(int source) const { return source; }
+  constexpr int closed_signal(int source) const { return num_ranks + source; }
   constexpr int signal(int lane, int copy, int source, Signal which) const {
-    return num_ranks + static_cast<int>(index(lane, copy, source)) * kNumSignals + which;
+    return 2 * num_ranks + static_cast<int>(index(lane, copy, source)) * kNumSignals + which;
   }
-  constexpr int num_signals() const { return num_ranks + num_lanes * depth * num_ranks * kNumSignals; }
+  constexpr int num_signals() const { return 2 * num_ranks + num_lanes * depth * num_ranks * kNumSignals; }
 
  private:
   constexpr size_t index(int lane, int copy, int source) const {

@@ -1,6 +1,8 @@
 // TensorView: construction and the form it takes in messages.
 #include "turnout/tensor.h"
 
+#include <algorithm>
+
 namespace turnout {
 inline namespace v0 {
 
@@ -25,18 +27,22 @@ TensorView TensorView::matrix(const void* data, DType dtype, int64_t rows, int64
 }
 
 int64_t TensorView::num_elements() const {
-  if (ndim == 0) return 0;
+  if (ndim <= 0) return 0;
   int64_t n = 1;
-  for (int d = 0; d < ndim; ++d) n *= shape[static_cast<size_t>(d)];
-  return n;
+  bool fits = true;
+  for (int d = 0; d < std::min(ndim, 3); ++d) {
+    if (shape[static_cast<size_t>(d)] == 0) return 0;
+    fits = fits && !__builtin_mul_overflow(n, shape[static_cast<size_t>(d)], &n);
+  }
+  return fits ? n : INT64_MAX;
 }
 
 bool TensorView::is_dense() const {
   int64_t stride = 1;
-  for (int d = ndim - 1; d >= 0; --d) {
+  for (int d = std::min(ndim, 3) - 1; d >= 0; --d) {
     const auto at = static_cast<size_t>(d);
     if (shape[at] != 1 && strides[at] != stride) return false;
-    stride *= shape[at];
+    if (__builtin_mul_overflow(stride, shape[at], &stride)) return false;
   }
   return true;
 }
@@ -46,7 +52,7 @@ std::string TensorView::to_string() const {
   std::string text(name(dtype));
   auto list = [&](const std::array<int64_t, 3>& values) {
     std::string out = "[";
-    for (int d = 0; d < ndim; ++d) out += (d ? ", " : "") + std::to_string(values[static_cast<size_t>(d)]);
+    for (int d = 0; d < std::min(ndim, 3); ++d) out += (d ? ", " : "") + std::to_string(values[static_cast<size_t>(d)]);
     return out + "]";
   };
   text += list(shape);

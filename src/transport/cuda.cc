@@ -7,6 +7,7 @@
 #include "transport/agree.h"
 #include "util/dynlib.h"
 #include "util/env.h"
+#include "util/log.h"
 
 namespace turnout::transport {
 
@@ -25,6 +26,7 @@ const CudaTable* load() {
   if (table->version != CudaTable::kVersion || std::string_view(TURNOUT_VERSION) != table->built) {
     throw TransportError(library.path() + " is of Turnout " + table->built + ", but this is " TURNOUT_VERSION ": install both from one build");
   }
+  table->set_log_callback([](util::LogLevel level, std::string_view text, int rank) { util::log(level, text, rank); });
   return table;
 }
 
@@ -34,7 +36,8 @@ const Loaded& loaded() {
     try {
       result.table = load();
     } catch (const TransportError& error) {
-      result.reason = std::string(error.what()) + " (the package was built with TURNOUT_CUDA=OFF, or without the file; TURNOUT_CUDA_LIBRARY names another)";
+      result.reason =
+          std::string(error.what()) + " (the package was built with TURNOUT_CUDA=OFF, or without the file; TURNOUT_CUDA_LIBRARY names another)";
     }
     return result;
   }();
@@ -73,7 +76,8 @@ std::unique_ptr<DeviceWindow> open_device_window(Bootstrap& bootstrap, Transport
     return std::string();
   });
   check_agreed(said, bootstrap.rank(), "device window");
-  return loaded().table->open_device_window(bootstrap, name, device, num_bytes);
+  const std::string asked = name == "auto" ? util::env().device_transport : name;
+  return loaded().table->open_device_window(bootstrap, asked, util::env().device_memory, device, num_bytes);
 }
 
 }  // namespace turnout::transport

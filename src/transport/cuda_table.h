@@ -6,6 +6,7 @@
 #include <string>
 
 #include "transport/device_window.h"
+#include "util/log.h"
 
 namespace turnout::transport {
 
@@ -21,7 +22,11 @@ struct CudaTable {
   std::string (*describe)(int device) = nullptr;
   /// Why this library cannot run on `device`; empty if it can.
   std::string (*device_reason)(int device) = nullptr;
-  std::unique_ptr<DeviceWindow> (*open_device_window)(Bootstrap& bootstrap, const std::string& name, int device, size_t num_bytes) = nullptr;
+  /// `name`: "auto", "cuda_p2p" or "cuda_host"; `memory`: "auto", "vmm" or "ipc".
+  std::unique_ptr<DeviceWindow> (*open_device_window)(Bootstrap& bootstrap, const std::string& name, const std::string& memory, int device,
+                                                      size_t num_bytes) = nullptr;
+  /// The library has a log of its own: its lines go to this one.
+  void (*set_log_callback)(util::LogCallback callback) = nullptr;
   /// Of the engine, which knows its signature.
   void* make_engine = nullptr;
 };

@@ -43,7 +43,7 @@ class DeviceWindow {
 /// Collective. `name`: "auto" (TURNOUT_DEVICE_TRANSPORT, else cuda_p2p where every GPU reaches every other, else cuda_host),
 /// "cuda_p2p", "cuda_host". `device`: CUDA ordinal of this rank. `host`: transport of the same ranks, all on this machine.
 /// The calling thread's current device and context stay as they are.
-/// Throws alike on all ranks: TransportError with each rank's reason, InvalidArgument; PeerTimeout.
+/// `bootstrap` must outlive the window. Throws alike on all ranks: TransportError with each rank's reason, InvalidArgument; PeerTimeout.
 std::unique_ptr<DeviceWindow> open_device_window(Bootstrap& bootstrap, Transport& host, const std::string& name, int device, size_t num_bytes);
 
 }  // namespace turnout::transport

@@ -8,13 +8,6 @@
 namespace turnout::testing {
 namespace {
 
-CombineArgs back_of(const DispatchResult& rows) {
-  CombineArgs back;
-  back.y = rows.x;
-  back.handle = &rows.handle;
-  return back;
-}
-
 TEST(BadCalls, HandleOfAnotherBuffer) {
   run_virtual_ranks(2, [](Communicator& comm) {
     Buffer one(comm, small_config()), other(comm, small_config());
@@ -57,6 +50,65 @@ TEST(BadCalls, HandleAndIdsTogether) {
   });
 }
 
+/// Who waits for a rank whose Buffer is closed, or no longer there, waits in vain, and is told soon.
+TEST(BadCalls, ARankThatHasClosed) {
+  for (const char* transport : {"inproc", "shm"}) {
+    for (bool destroyed : {false, true}) {
+      CommunicatorOptions options;
+      options.transport = transport;
+      run_virtual_ranks(
+          3,
+          [&](Communicator& comm) {
+            std::optional<Buffer> buffer(std::in_place, comm, small_config());
+            expect_works(*buffer);
+            Tokens tokens(comm.rank());
+            if (comm.rank() == 1) {
+              if (destroyed) buffer.reset();
+              else buffer->close();
+            } else {
+              const auto start = std::chrono::steady_clock::now();
+              try {
+                buffer->dispatch(tokens.args);
+                ADD_FAILURE() << "nothing was thrown";
+              } catch (const PeerFailed& e) {
+                expect_says(e.what(), {"rank 1", "epoch 3", "header", "peer is closed"});
+                EXPECT_EQ(e.record().peers, std::vector<int>{1});
+                EXPECT_EQ(e.record().peer_state, "closed");
+              }
+              EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
+            }
+            comm.barrier();
+          },
+          options);
+    }
+  }
+}
+
+TEST(BadCalls, WeightsThatTheDispatchDidNotHave) {
+  run_virtual_ranks(2, [](Communicator& comm) {
+    Buffer buffer(comm, small_config());
+    Tokens tokens(comm.rank());
+    tokens.args.topk_weights = TensorView();
+    tokens.args.layout = Layout::expert_major;
+    const DispatchResult rows = buffer.dispatch(tokens.args);
+    CombineArgs back = back_of(rows);
+    back.apply = CombineWeights::source;
+    expect_says(message_of<InvalidArgument>([&] { buffer.combine(back); }), {"weights=source", "no topk_weights"});
+    expect_works(buffer);
+  });
+}
+
+TEST(BadCalls, AMapOfExpertsThatCannotBe) {
+  run_virtual_ranks(2, [](Communicator& comm) {
+    Buffer buffer(comm, small_config());
+    expect_says(message_of<InvalidArgument>([&] { buffer.set_expert_to_rank({0, 1}); }), {"set_expert_to_rank", "2 entries", "6 experts"});
+    for (int rank : {-1, 2}) {
+      expect_says(message_of<InvalidArgument>([&] { buffer.set_expert_to_rank({0, 0, 0, 1, 1, rank}); }), {std::to_string(rank)});
+    }
+    expect_works(buffer);
+  });
+}
+
 TEST(BadCalls, SecondWait) {
   run_virtual_ranks(2, [](Communicator& comm) {
     Buffer buffer(comm, small_config());
@@ -74,20 +126,56 @@ TEST(BadCalls, SecondWait) {
 }
 
 TEST(BadCalls, ReleasedView) {
-  run_virtual_ranks(3, [](Communicator& comm) {
+  for (ResultKind kind : {ResultKind::lease, ResultKind::fresh}) {
+    run_virtual_ranks(3, [&](Communicator& comm) {
+      Buffer buffer(comm, small_config());
+      Tokens tokens(comm.rank());
+      tokens.args.result = kind;
+      DispatchResult rows = buffer.dispatch(tokens.args);
+      ASSERT_EQ(rows.is_lease, kind == ResultKind::lease);
+      CombineArgs back = back_of(rows);
+      if (comm.rank() == 1) {
+        rows.release();
+        rows.release();
+        EXPECT_FALSE(rows.x.defined());
+      }
+      const std::string message = message_of<InvalidArgument>([&] { buffer.combine(back); });
+      if (comm.rank() == 1) expect_says(message, {"combine: y is", "released"});
+      else expect_says(message, {"refused by rank 1"});
+      expect_works(buffer);
+    });
+  }
+}
+
+/// Every argument that may be a view of a result, given after the result was released.
+TEST(BadCalls, ReleasedViewsAsOtherArguments) {
+  run_virtual_ranks(2, [](Communicator& comm) {
     Buffer buffer(comm, small_config());
     Tokens tokens(comm.rank());
+    tokens.args.capacity = 6;  // enough rows for the views below
     DispatchResult rows = buffer.dispatch(tokens.args);
-    ASSERT_TRUE(rows.is_lease);
-    CombineArgs back = back_of(rows);
-    if (comm.rank() == 1) {
-      rows.release();
-      rows.release();
-      EXPECT_FALSE(rows.x.defined());
+    CombineResult sum = buffer.combine(back_of(rows));
+    const Handle handle = rows.handle;
+    const float* of_lease = rows.x.as<float>();
+    const float* of_sum = sum.x.as<float>();
+    rows.release();
+    sum.release();
+    const auto expect_refused = [&](const std::string& what, const std::function<void(DispatchArgs&)>& change) {
+      Tokens again(comm.rank());
+      change(again.args);
+      expect_says(message_of<InvalidArgument>([&] { buffer.dispatch(again.args); }), {"dispatch: " + what + " is", "released"});
+    };
+    for (const float* data : {of_lease, of_sum}) {
+      expect_refused("x", [&](DispatchArgs& a) { a.x.data = const_cast<float*>(data); });
+      expect_refused("side[0]", [&](DispatchArgs& a) { a.side = {TensorView::dense(data, DType::fp32, {3, 1})}; });
+      expect_refused("out", [&](DispatchArgs& a) { a.out = TensorView::dense(data, DType::fp32, {9, 8}); });
+      std::vector<float> y(48);
+      CombineArgs back;
+      back.handle = &handle;
+      back.y = TensorView::dense(y.data(), DType::fp32, {6, 8});
+      back.out = TensorView::dense(data, DType::fp32, {3, 8});
+      expect_says(message_of<InvalidArgument>([&] { buffer.combine(back); }), {"combine: out is", "released"});
     }
-    const std::string message = message_of<InvalidArgument>([&] { buffer.combine(back); });
-    if (comm.rank() == 1) expect_says(message, {"y is", "released"});
-    else expect_says(message, {"refused by rank 1"});
     expect_works(buffer);
   });
 }
@@ -153,26 +241,6 @@ TEST(BadCalls, LeaseWithoutRoom) {
     holds.release();
     tokens.args.result = ResultKind::lease;
     EXPECT_TRUE(buffer.dispatch(tokens.args).is_lease);
-  });
-}
-
-TEST(BadCalls, OutTooSmall) {
-  run_virtual_ranks(3, [](Communicator& comm) {
-    Buffer buffer(comm, small_config());
-    for (Layout layout : {Layout::rank_major, Layout::expert_major, Layout::expert_slab}) {
-      std::vector<float> out(512, -1.0f);
-      Tokens tokens(comm.rank());
-      tokens.args.layout = layout;
-      if (layout == Layout::expert_slab) tokens.args.capacity = 9;
-      tokens.args.out = comm.rank() == 1 ? TensorView::dense(out.data(), DType::fp32, {1, 8}) : TensorView::dense(out.data(), DType::fp32, {18, 8});
-      if (comm.rank() == 1) {
-        expect_says(message_of<InvalidArgument>([&] { buffer.dispatch(tokens.args); }), {"out has room for 1 rows", "arrived"});
-        for (size_t i = 8; i < out.size(); ++i) ASSERT_EQ(out[i], -1.0f) << "written past out";
-      } else {
-        buffer.dispatch(tokens.args);
-      }
-      expect_works(buffer);
-    }
   });
 }
 
@@ -248,20 +316,20 @@ TEST(BadCalls, ARankThatNeverCalls) {
   }
 }
 
+/// The record of the rank that gave up is the record of all, then and later.
 TEST(BadCalls, TheRecordOfAWait) {
-  run_virtual_ranks(2, [](Communicator& comm) {
+  run_virtual_ranks(3, [](Communicator& comm) {
     BufferConfig config = small_config();
     config.num_lanes = 2;
-    config.timeouts.timeout = config.timeouts.busy_timeout = std::chrono::milliseconds(200);
+    if (comm.rank() == 0) config.timeouts.timeout = config.timeouts.busy_timeout = std::chrono::milliseconds(200);
     Buffer buffer(comm, config);
     expect_works(buffer, 1);
-    if (comm.rank() == 0) {
-      Tokens tokens(0);
-      tokens.args.lane = 1;
+    const auto expect_record = [](const std::function<void()>& call) {
       try {
-        buffer.dispatch(tokens.args);
+        call();
         ADD_FAILURE() << "nothing was thrown";
       } catch (const PeerTimeout& e) {
+        expect_says(e.what(), {"rank 0 waited for rank 1 in dispatch (lane 1, epoch 3), phase header: expected 3", "recover()"});
         EXPECT_EQ(e.record().rank, 0);
         EXPECT_EQ(e.record().peers, std::vector<int>{1});
         EXPECT_EQ(e.record().lane, 1);
@@ -269,10 +337,41 @@ TEST(BadCalls, TheRecordOfAWait) {
         EXPECT_EQ(e.record().epoch, 3u);
         EXPECT_EQ(e.record().phase, "header");
         EXPECT_EQ(e.record().expected, 3u);
+        EXPECT_LT(e.record().seen, 3u);
+        EXPECT_EQ(e.record().peer_state, "busy");
       }
-    }
+    };
+    Tokens tokens(comm.rank());
+    tokens.args.lane = 1;
+    if (comm.rank() != 1) expect_record([&] { buffer.dispatch(tokens.args); });
     comm.barrier();
+    expect_record([&] { buffer.check(); });
+    expect_record([&] { buffer.synchronize(); });
+    expect_record([&] { expect_works(buffer, 0); });
+    buffer.recover();
+    expect_works(buffer, 1);
   });
+}
+
+/// One thread of each rank issues on two lanes, or two Buffers, in another order: issuing waits for the other, and says so.
+TEST(BadCalls, CallsIssuedInAnotherOrder) {
+  for (bool lanes : {true, false}) {
+    run_virtual_ranks(2, [&](Communicator& comm) {
+      BufferConfig config = small_config();
+      config.num_lanes = lanes ? 2 : 1;
+      config.timeouts.timeout = config.timeouts.busy_timeout = std::chrono::milliseconds(300);
+      Buffer one(comm, config), other(comm, config);
+      Tokens tokens(comm.rank());
+      tokens.args.lane = lanes ? comm.rank() : 0;
+      Buffer& first = lanes || comm.rank() == 0 ? one : other;
+      expect_says(message_of<PeerTimeout>([&] { first.dispatch_async(tokens.args); }), {"phase header", "same order on all ranks"});
+      comm.barrier();
+      one.recover();
+      other.recover();
+      expect_works(one);
+      expect_works(other);
+    });
+  }
 }
 
 TEST(BadCalls, PendingCallsAreLostInRecover) {

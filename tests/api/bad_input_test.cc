@@ -35,9 +35,7 @@ void expect_combine_refused(Layout layout, const std::function<void(CombineArgs&
     tokens.args.layout = layout;
     if (layout == Layout::expert_slab) tokens.args.capacity = 6;
     const DispatchResult rows = buffer.dispatch(tokens.args);
-    CombineArgs back;
-    back.y = rows.x;
-    back.handle = &rows.handle;
+    CombineArgs back = back_of(rows);
     if (comm.rank() == kWrong) spoil(back, rows);
     const std::string message = message_of<InvalidArgument>([&] { buffer.combine(back); });
     expect_says(message, comm.rank() == kWrong ? words : std::vector<std::string>{"combine", "refused by rank 1"});
@@ -75,7 +73,7 @@ TEST(BadInput, MissingArguments) {
 
 TEST(BadInput, ShapeOfRows) {
   expect_refused([](Tokens& t) { t.args.x = TensorView::dense(t.x.data(), DType::fp32, {24}); }, {"x is", "[24]", "2 dimensions"});
-  expect_refused([](Tokens& t) { t.args.x.shape[1] = 9; }, {"x is", "36 bytes", "at most 32"});
+  expect_refused([](Tokens& t) { t.args.x.shape[1] = 9; }, {"x is", "9 x 4 bytes", "at most 32"});
   expect_refused([](Tokens& t) { t.args.x.shape[1] = 0; }, {"x is", "at least one element"});
   expect_refused([](Tokens& t) { t.args.x.shape[0] = -1; }, {"x is", "negative"});
 }
@@ -96,13 +94,13 @@ TEST(BadInput, ShapeOfSide) {
       [](Tokens& t) {
         t.args.side = {TensorView::dense(t.x.data(), DType::fp32, {3, 3})};
       },
-      {"side", "12 bytes", "at most 8", "max_side_bytes"});
+      {"side[0]", "3 x 4 bytes", "at most 8", "max_side_bytes"});
 }
 TEST(BadInput, ShapeOfRowsToAdd) {
   expect_combine_refused(Layout::rank_major, [](CombineArgs& a, const DispatchResult&) { a.y.shape[0] -= 1; }, {"y has", "rows", "delivered"});
   expect_combine_refused(Layout::expert_slab, [](CombineArgs& a, const DispatchResult&) { a.y.shape[1] = 5; },
                          {"y is", "[2, 5, 8]", "[2, 6, hidden]"});
-  expect_combine_refused(Layout::rank_major, [](CombineArgs& a, const DispatchResult&) { a.y.shape[1] = 9; }, {"y is", "36 bytes", "at most 32"});
+  expect_combine_refused(Layout::rank_major, [](CombineArgs& a, const DispatchResult&) { a.y.shape[1] = 9; }, {"y is", "9 x 4 bytes", "at most 32"});
 }
 TEST(BadInput, WeightsOfCombine) {
   static const float w[64] = {};
@@ -178,7 +176,74 @@ TEST(BadInput, NullDataWithRows) {
 }
 
 TEST(BadInput, Device) {
-  expect_refused([](Tokens& t) { t.args.x.device = {DeviceKind::cuda, 0}; }, {"x is on cuda", "CPU"});
+  constexpr Device kCuda{DeviceKind::cuda, 0};
+  static float w[64] = {};
+  expect_refused([&](Tokens& t) { t.args.x.device = kCuda; }, {"x is on cuda", "CPU"});
+  expect_refused([&](Tokens& t) { t.args.topk_idx.device = kCuda; }, {"topk_idx is on cuda"});
+  expect_refused([&](Tokens& t) { t.args.topk_weights.device = kCuda; }, {"topk_weights is on cuda"});
+  expect_refused([&](Tokens& t) { t.args.side = {TensorView::dense(t.side.data(), DType::fp32, {3, 1}, kCuda)}; }, {"side[0] is on cuda"});
+  expect_refused([&](Tokens& t) { t.args.out = TensorView::dense(w, DType::fp32, {8, 8}, kCuda); }, {"out is on cuda"});
+  const auto back = [](const std::string& what, const std::function<void(CombineArgs&)>& change) {
+    expect_combine_refused(Layout::expert_major, [&](CombineArgs& a, const DispatchResult&) { change(a); }, {what + " is on cuda"});
+  };
+  back("y", [&](CombineArgs& a) { a.y.device = kCuda; });
+  back("side", [&](CombineArgs& a) { a.side = TensorView::dense(w, DType::fp32, {64}, kCuda); });
+  back("out", [&](CombineArgs& a) { a.out = TensorView::dense(w, DType::fp32, {3, 8}, kCuda); });
+  back("weights", [&](CombineArgs& a) {
+    a.apply = CombineWeights::rows;
+    a.weights = TensorView::dense(w, DType::fp32, {64}, kCuda);
+  });
+}
+
+/// Numbers whose products do not fit in 64 bits, and dimensions that a view does not have.
+TEST(BadInput, ShapesBeyondAnyMemory) {
+  constexpr int64_t kHuge = int64_t{1} << 62;
+  static float w[64] = {};
+  expect_refused(
+      [](Tokens& t) {
+        t.args.x.dtype = DType::fp64;
+        t.args.x.shape[1] = kHuge;
+      },
+      {"x is", "4611686018427387904", "at most 32"});
+  expect_refused([](Tokens& t) { t.args.x.shape = {kHuge, 8}; }, {"x has 4611686018427387904 tokens"});
+  expect_refused([](Tokens& t) { t.args.topk_idx.shape = {kHuge, 4}; }, {"topk_idx has 4611686018427387904"});
+  expect_refused([](Tokens& t) { t.args.topk_weights.shape = {kHuge, 4}; }, {"topk_weights is"});
+  expect_refused([](Tokens& t) { t.args.side = {TensorView::matrix(t.side.data(), DType::fp32, 3, kHuge, 1)}; }, {"side[0]", "at most 8"});
+  expect_refused(
+      [](Tokens& t) {
+        t.args.side = {TensorView::dense(t.side.data(), DType::fp32, {3, 1}), TensorView::matrix(t.side.data(), DType::u8, 3, INT64_MAX, 1)};
+      },
+      {"side[1]", "at most 8"});
+  for (int ndim : {-1, 4, 1 << 30}) {
+    expect_refused([&](Tokens& t) { t.args.x.ndim = ndim; }, {"x is"});
+    expect_refused([&](Tokens& t) { t.args.topk_idx.ndim = ndim; }, {"topk_idx is"});
+  }
+  const auto back = [](const std::function<void(CombineArgs&)>& change, const std::vector<std::string>& words) {
+    expect_combine_refused(
+        Layout::expert_major, [&](CombineArgs& a, const DispatchResult&) { change(a); }, words);
+  };
+  back([](CombineArgs& a) { a.y.ndim = 5; }, {"y is", "2 dimensions"});
+  back([](CombineArgs& a) { a.y.shape[1] = kHuge; }, {"y is", "at most 32"});
+  for (int64_t extent : {-kHuge, int64_t{-1}, int64_t{0}}) {
+    back([&](CombineArgs& a) { a.side = TensorView::dense(w, DType::fp32, {extent, 4}); }, {"side"});
+    back(
+        [&](CombineArgs& a) {
+          a.apply = CombineWeights::rows;
+          a.weights = TensorView::dense(w, DType::fp32, {extent, 4});
+        },
+        {"weights"});
+  }
+  back(
+      [&](CombineArgs& a) {
+        a.side = TensorView::dense(w, DType::fp32, {1, 1, 1});
+        a.side.ndim = 9;
+      },
+      {"side has 9 dimensions"});
+}
+
+TEST(BadInput, TooManySideArrays) {
+  static const uint8_t bytes[3] = {};
+  expect_refused([](Tokens& t) { t.args.side.assign(17, TensorView::dense(bytes, DType::u8, {3, 0})); }, {"17 side arrays", "at most 16"});
 }
 
 TEST(BadInput, IdsOutOfRange) {
@@ -226,6 +291,7 @@ TEST(BadInput, CapacityAndAlignment) {
   expect_refused([](Tokens& t) { t.args.capacity = int64_t{1} << 31; }, {"capacity is 2147483648", "2^31"});
   expect_refused([](Tokens& t) { t.args.layout = Layout::expert_slab; }, {"expert_slab", "needs a capacity"});
   expect_refused([](Tokens& t) { t.args.expert_alignment = 0; }, {"expert_alignment is 0"});
+  expect_refused([](Tokens& t) { t.args.expert_alignment = (1 << 20) + 1; }, {"expert_alignment is 1048577", "1 to 1048576"});
 }
 
 TEST(BadInput, MaskIsNotInThisVersion) {
@@ -240,6 +306,15 @@ TEST(BadInput, Out) {
   give(TensorView::dense(out.data(), DType::fp32, {32, 7}), {"out is", "[32, 7]", "8 elements"});
   give(TensorView::matrix(out.data(), DType::fp32, 32, 8, 4), {"out is", "rows overlap"});
   give(TensorView::dense(nullptr, DType::fp32, {32, 8}), {"out is", "null data"});
+  give(TensorView::dense(out.data(), DType::fp32, {2, 16, 8}), {"out is", "2 dimensions"});
+  expect_refused(
+      [](Tokens& t) {
+        t.args.layout = Layout::expert_slab;
+        t.args.capacity = 6;
+        t.args.out = TensorView::dense(out.data(), DType::fp32, {2, 6, 8});
+        t.args.out.strides[0] += 8;
+      },
+      {"out is", "dense"});
   expect_refused(
       [](Tokens& t) {
         t.args.out = TensorView::dense(out.data(), DType::fp32, {32, 8});
@@ -254,21 +329,6 @@ TEST(BadInput, Out) {
   back(TensorView::dense(out.data(), DType::fp64, {3, 8}), {"out is", "fp64", "fp32"});
   back(TensorView::dense(out.data(), DType::fp32, {3, 9}), {"out is", "[3, 9]"});
   back(TensorView::matrix(out.data(), DType::fp32, 3, 8, 0), {"out is", "rows overlap"});
-}
-
-TEST(BadInput, LaneOutOfRange) {
-  run_virtual_ranks(2, [](Communicator& comm) {
-    Buffer buffer(comm, small_config());
-    Tokens tokens(comm.rank());
-    for (int lane : {-1, 1}) {
-      tokens.args.lane = lane;
-      expect_says(message_of<InvalidArgument>([&] { buffer.dispatch(tokens.args); }), {"lane is " + std::to_string(lane), "0 to 0"});
-      CombineArgs back;
-      back.lane = lane;
-      expect_says(message_of<InvalidArgument>([&] { buffer.combine(back); }), {"lane is " + std::to_string(lane), "0 to 0"});
-    }
-    expect_works(buffer);
-  });
 }
 
 }  // namespace

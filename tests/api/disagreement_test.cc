@@ -56,7 +56,7 @@ TEST(Disagreement, AConfigurationThatOneRankCannotHave) {
       expect_works(buffer);
     });
   };
-  refused([](BufferConfig& c) { c.num_experts = 0; }, {"num_experts is 0", "1 or more"});
+  refused([](BufferConfig& c) { c.num_experts = 0; }, {"num_experts is 0", "1 to 16777216"});
   refused([](BufferConfig& c) { c.hidden = 0; }, {"hidden is 0"});
   refused([](BufferConfig& c) { c.max_topk = 65; }, {"max_topk is 65", "1 to 64"});
   refused([](BufferConfig& c) { c.max_tokens_per_rank = -1; }, {"max_tokens_per_rank is -1"});
@@ -68,6 +68,22 @@ TEST(Disagreement, AConfigurationThatOneRankCannotHave) {
   refused([](BufferConfig& c) { c.expert_to_rank = {0, 1}; }, {"expert_to_rank", "2", "num_experts = 6"});
   refused([](BufferConfig& c) { c.expert_to_rank = {0, 1, 2, 3, 0, 0}; }, {"3"});
   refused([](BufferConfig& c) { c.replica_of = {0}; }, {"replica_of", "num_experts = 6"});
+  refused([](BufferConfig& c) { c.replica_of = {0, 1, 2, 3, 4, 6}; }, {"replica_of[5] is 6", "0 to 5"});
+  refused([](BufferConfig& c) { c.hidden = (1 << 24) + 1; }, {"hidden is 16777217", "1 to 16777216"});
+  refused([](BufferConfig& c) { c.max_topk = 0; }, {"max_topk is 0"});
+  refused([](BufferConfig& c) { c.max_side_bytes = SIZE_MAX; }, {"max_side_bytes is", "at most 16777216"});
+  refused([](BufferConfig& c) { c.num_lanes = 65; }, {"num_lanes is 65", "1 to 64"});
+  refused([](BufferConfig& c) { c.max_outstanding = 65; }, {"max_outstanding is 65", "1 to 64"});
+  refused([](BufferConfig& c) { c.num_threads = 257; }, {"num_threads is 257", "1 to 256"});
+  refused([](BufferConfig& c) { c.timeouts.busy_timeout = std::chrono::milliseconds(-1); }, {"timeouts.busy_timeout"});
+  refused([](BufferConfig& c) { c.expert_to_rank = {0, 1, 2, 0, 1, -1}; }, {"-1"});
+  refused([](BufferConfig& c) { c.receive_bytes = SIZE_MAX; }, {"receive_bytes is"});
+  refused([](BufferConfig& c) { c.staging_bytes = SIZE_MAX / 2; }, {"staging_bytes is"});
+  refused([](BufferConfig& c) { c.num_experts = INT32_MAX; }, {"num_experts is 2147483647", "1 to 16777216"});
+}
+
+TEST(Disagreement, RequiredBytesOfNoRanks) {
+  for (int num_ranks : {0, -1}) expect_says(message_of<InvalidArgument>([&] { required_bytes(small_config(), num_ranks); }), {"num_ranks is"});
 }
 
 /// Rank 1 gives other arguments: a table on all ranks, and the Buffer goes on.

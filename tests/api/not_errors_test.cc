@@ -13,13 +13,6 @@ namespace {
 
 constexpr Layout kLayouts[] = {Layout::rank_major, Layout::expert_major, Layout::expert_slab};
 
-CombineArgs back_of(const DispatchResult& rows) {
-  CombineArgs back;
-  back.y = rows.x;
-  back.handle = &rows.handle;
-  return back;
-}
-
 TEST(NotErrors, NoTokensOnSomeOrAllRanks) {
   for (Mode mode : {Mode::throughput, Mode::low_latency}) {
     for (Layout layout : kLayouts) {

@@ -102,20 +102,24 @@ class Job {
 /// Says r once it is in the middle of things, f when a call failed because of `victim`.
 void call_until_somebody_dies(Communicator& comm, const Job::Say& say, int victim) {
   Buffer buffer(comm, small_config());
+  const auto names_victim = [&](const PeerFailed& e) {
+    const WaitRecord& r = e.record();
+    return std::string(e.what()).find("rank " + std::to_string(victim)) != std::string::npos && r.peers == std::vector<int>{victim} && r.rank >= 0 &&
+           r.rank != victim && !r.call.empty() && !r.phase.empty() && r.epoch > 0 && r.peer_state == "gone";
+  };
   try {
     for (int round = 0;; ++round) {
       expect_works(buffer);
       if (round == 5) say('r');
     }
   } catch (const PeerFailed& e) {
-    const std::string text = e.what();
-    say(text.find("rank " + std::to_string(victim)) != std::string::npos ? 'f' : 'x');
+    say(names_victim(e) ? 'f' : 'x');
   }
   // Sticky: the next call fails, too, and does not wait.
   try {
     expect_works(buffer);
-  } catch (const PeerFailed&) {
-    say('s');
+  } catch (const PeerFailed& e) {
+    say(names_victim(e) ? 's' : 'x');
   }
 }
 

@@ -7,16 +7,10 @@
 
 #include "api/small_job.h"
 #include "engine/contract.h"
+#include "util/log.h"
 
 namespace turnout::testing {
 namespace {
-
-CombineArgs back_of(const DispatchResult& rows) {
-  CombineArgs back;
-  back.y = rows.x;
-  back.handle = &rows.handle;
-  return back;
-}
 
 std::vector<std::byte> bytes_of(const TensorView& t) {
   std::vector<std::byte> bytes;
@@ -267,6 +261,40 @@ TEST(Results, FreshOnesComeFromTheCallersAllocator) {
     EXPECT_EQ(allocator.num_live, 0);
     EXPECT_EQ(allocator.num_calls, 2);
   });
+}
+
+/// Counted each time, said once per Buffer.
+TEST(Results, TheFirstOneWithoutALeaseIsLogged) {
+  std::vector<std::string> lines;  // the log calls back one at a time
+  util::set_log_callback([&](util::LogLevel level, std::string_view text, int rank) {
+    if (rank == 1) lines.push_back(std::string(util::name(level)) + ": " + std::string(text));
+  });
+  run_virtual_ranks(2, [](Communicator& comm) {
+    BufferConfig config = small_config();
+    config.receive_bytes = 4096;
+    Buffer buffer(comm, config);
+    Tokens tokens(comm.rank());
+    const DispatchResult lease = buffer.dispatch(tokens.args);
+    EXPECT_TRUE(lease.is_lease);
+    EXPECT_EQ(buffer.num_fresh_results(), 0u);
+    for (Layout layout : {Layout::rank_major, Layout::expert_major, Layout::expert_slab}) {
+      tokens.args.layout = layout;
+      tokens.args.capacity = 6;
+      EXPECT_FALSE(buffer.dispatch(tokens.args).is_lease);
+    }
+    EXPECT_EQ(buffer.num_fresh_results(), 3u);
+    tokens.args.result = ResultKind::fresh;  // asked for
+    std::vector<float> out(96);
+    buffer.dispatch(tokens.args);
+    tokens.args.result = ResultKind::automatic;
+    tokens.args.out = TensorView::dense(out.data(), DType::fp32, {12, 8});
+    tokens.args.capacity = 4;
+    buffer.dispatch(tokens.args);
+    EXPECT_EQ(buffer.num_fresh_results(), 3u);
+  });
+  util::set_log_callback({});
+  ASSERT_EQ(lines.size(), 1u);
+  support::expect_says(lines[0], {"warn: dispatch: no lease was free", "4096", "receive_bytes", "num_fresh_results()"});
 }
 
 }  // namespace

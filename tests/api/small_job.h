@@ -8,28 +8,13 @@
 #include <string>
 #include <vector>
 
+#include "support/errors.h"
 #include "turnout/turnout.hpp"
 
 namespace turnout::testing {
 
-/// The message of the error of type `E` that `body` throws; a failure if it throws nothing or something else.
-template <class E>
-std::string message_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const E& e) {
-    return e.what();
-  } catch (const std::exception& e) {
-    ADD_FAILURE() << "another error: " << e.what();
-    return {};
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return {};
-}
-
-inline void expect_says(const std::string& message, const std::vector<std::string>& words) {
-  for (const std::string& word : words) EXPECT_NE(message.find(word), std::string::npos) << "\"" << word << "\" is not in: " << message;
-}
+using support::expect_says;
+using support::message_of;
 
 inline BufferConfig small_config() {
   BufferConfig c;
@@ -71,6 +56,14 @@ struct Tokens {
   DispatchArgs args;
 };
 
+/// The plain combine of what a dispatch delivered.
+inline CombineArgs back_of(const DispatchResult& rows) {
+  CombineArgs back;
+  back.y = rows.x;
+  back.handle = &rows.handle;
+  return back;
+}
+
 /// Ranks that own the experts of token `t` in the default split.
 inline int num_destinations(const Tokens& tokens, int64_t t, int num_experts, int num_ranks) {
   std::set<int> owners;
@@ -87,9 +80,7 @@ inline void expect_works(Buffer& buffer, int lane = 0) {
   Tokens tokens(buffer.rank());
   tokens.args.lane = lane;
   const DispatchResult rows = buffer.dispatch(tokens.args);
-  CombineArgs back;
-  back.y = rows.x;
-  back.handle = &rows.handle;
+  CombineArgs back = back_of(rows);
   back.lane = lane;
   const CombineResult sum = buffer.combine(back);
   for (int64_t t = 0; t < tokens.T; ++t) {

@@ -25,15 +25,15 @@ TEST(Secret, AFileOfTheOwnerOnly) {
   EXPECT_EQ(read_secret_file(write(path, "hello hello hello\n", 0600)), "hello hello hello");
   EXPECT_EQ(read_secret_file(write(path, "x", 0400)), "x");
   for (const mode_t mode : {0644, 0640, 0602, 0610}) {
-    EXPECT_HAS(thrown<InvalidArgument>([&] { read_secret_file(write(path, "x", mode)); }), "chmod 600 " + path);
+    EXPECT_HAS(message_of<InvalidArgument>([&] { read_secret_file(write(path, "x", mode)); }), "chmod 600 " + path);
   }
-  EXPECT_HAS(thrown<InvalidArgument>([&] { read_secret_file(write(path, "\n", 0600)); }), "is empty");
-  EXPECT_HAS(thrown<InvalidArgument>([&] { read_secret_file(path + ".none"); }), "cannot be read: No such file");
-  EXPECT_HAS(thrown<InvalidArgument>([&] { read_secret_file(job.folder()); }), "not a regular file");
+  EXPECT_HAS(message_of<InvalidArgument>([&] { read_secret_file(write(path, "\n", 0600)); }), "is empty");
+  EXPECT_HAS(message_of<InvalidArgument>([&] { read_secret_file(path + ".none"); }), "cannot be read: No such file");
+  EXPECT_HAS(message_of<InvalidArgument>([&] { read_secret_file(job.folder()); }), "not a regular file");
   if (geteuid() == 0) {
     write(path, "x", 0600);
     ASSERT_EQ(chown(path.c_str(), 12345, 12345), 0);
-    EXPECT_HAS(thrown<InvalidArgument>([&] { read_secret_file(path); }), "belongs to user 12345");
+    EXPECT_HAS(message_of<InvalidArgument>([&] { read_secret_file(path); }), "belongs to user 12345");
   }
 }
 
@@ -43,7 +43,7 @@ TEST(Secret, AJobWithASecretFile) {
   job.options.secret_file = write(job.folder() + "/secret", "a secret in a file\n", 0600);
   job.expect_forms();
   chmod(job.options.secret_file.c_str(), 0644);
-  for (int rank = 0; rank < 3; ++rank) EXPECT_HAS(thrown<InvalidArgument>([&] { job.open(rank); }), "mode 0644");
+  for (int rank = 0; rank < 3; ++rank) EXPECT_HAS(message_of<InvalidArgument>([&] { job.open(rank); }), "mode 0644");
 }
 
 TEST(HostSecret, IsThereWhileItsMakerIs) {
@@ -57,7 +57,7 @@ TEST(HostSecret, IsThereWhileItsMakerIs) {
     EXPECT_EQ(facts.st_mode & 07777, 0600u);
     EXPECT_EQ(read_host_secret(path), mine.secret());
     EXPECT_EQ(job.num_files(), 1u);
-    EXPECT_HAS(thrown<TransportError>([&] { HostSecret again(path); }), "process " + std::to_string(getpid()));
+    EXPECT_HAS(message_of<TransportError>([&] { HostSecret again(path); }), "process " + std::to_string(getpid()));
     EXPECT_EQ(read_host_secret(path), mine.secret()) << "never written over";
   }
   EXPECT_EQ(job.num_files(), 0u);

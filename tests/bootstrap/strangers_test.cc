@@ -197,7 +197,7 @@ TEST(Strangers, WhoPosesAsRankZeroIsFoundOut) {
     channel.write(encode({.type = MessageType::proof, .nonce = proof}), Clock::now() + 1s);
     channel.read(false, Clock::now() + 5s, frame);
   });
-  EXPECT_HAS(testing_ranks::thrown<TransportError>([&] { job.open(1, 5s); }), "do not have the same secret");
+  EXPECT_HAS(testing_ranks::message_of<TransportError>([&] { job.open(1, 5s); }), "do not have the same secret");
 }
 
 }  // namespace

@@ -108,7 +108,7 @@ TEST(TcpStore, WhenRankZeroIsGoneTheOthersLearnIt) {
     met.arrive_and_wait();
     if (rank == 0) return;
     const auto start = std::chrono::steady_clock::now();
-    EXPECT_HAS(thrown<TransportError>([&] { store->get("never", 60s); }), "rank 0");
+    EXPECT_HAS(message_of<TransportError>([&] { store->get("never", 60s); }), "rank 0");
     EXPECT_LT(std::chrono::steady_clock::now() - start, 30s);
     EXPECT_THROW(for (int i = 0; i < 100; ++i) store->set("key", {}), TransportError);
     store->erase("key");
@@ -130,7 +130,7 @@ TEST(TcpStore, AStoppedRankZeroIsNoticed) {
   waitpid(root, &status, WUNTRACED);
   ASSERT_TRUE(WIFSTOPPED(status));
   const auto start = std::chrono::steady_clock::now();
-  EXPECT_HAS(thrown<PeerTimeout>([&] { store->get("key", 100ms); }), "is its process stopped?");
+  EXPECT_HAS(message_of<PeerTimeout>([&] { store->get("key", 100ms); }), "is its process stopped?");
   store.reset();
   EXPECT_LT(std::chrono::steady_clock::now() - start, 10s);
   kill(root, SIGKILL);
@@ -172,7 +172,7 @@ TEST(TcpStore, AMissingRankZeroIsNamed) {
     EXPECT_HAS(e.what(), "refused");
   }
   job.options.secret.clear();
-  EXPECT_HAS(thrown<PeerTimeout>([&] { job.open(1, 200ms); }), "has not left a secret");
+  EXPECT_HAS(message_of<PeerTimeout>([&] { job.open(1, 200ms); }), "has not left a secret");
 }
 
 TEST(TcpStore, AnotherSecretIsRefused) {
@@ -180,9 +180,9 @@ TEST(TcpStore, AnotherSecretIsRefused) {
   run(3, [&](int rank) {
     Job mine(job.facts, rank == 2 ? "another one altogether" : "the secret of this job");
     if (rank == 2) {
-      EXPECT_HAS(thrown<TransportError>([&] { mine.open(2, 10s); }), "do not have the same secret");
+      EXPECT_HAS(message_of<TransportError>([&] { mine.open(2, 10s); }), "do not have the same secret");
     } else {
-      const std::string what = thrown<PeerTimeout>([&] { mine.open(rank, 1s); });
+      const std::string what = message_of<PeerTimeout>([&] { mine.open(rank, 1s); });
       EXPECT_HAS(what, "missing ranks [2]");
       if (rank == 0) {
         EXPECT_HAS(what, "refused 127.0.0.1: the secret is another one");
@@ -193,10 +193,10 @@ TEST(TcpStore, AnotherSecretIsRefused) {
 
 TEST(TcpStore, RanksThatCountDifferently) {
   Job job(2);
-  std::jthread root([&] { thrown<PeerTimeout>([&] { job.open(0, 1s); }); });
+  std::jthread root([&] { message_of<PeerTimeout>([&] { job.open(0, 1s); }); });
   Job three(job.facts, job.options.secret);
   three.facts.num_ranks = 3;
-  EXPECT_HAS(thrown<InvalidArgument>([&] { three.open(1, 10s); }), "rank 1 counts 3 ranks, rank 0 counts 2");
+  EXPECT_HAS(message_of<InvalidArgument>([&] { three.open(1, 10s); }), "rank 1 counts 3 ranks, rank 0 counts 2");
 }
 
 TEST(TcpStore, TwoProcessesOfOneRank) {
@@ -247,14 +247,14 @@ TEST(TcpStore, ChosenInterface) {
   job.options.secret.clear();
   job.expect_forms();
   job.options.interface = "nosuch0";
-  EXPECT_HAS(thrown<InvalidArgument>([&] { job.open(0, 1s); }), "lo");
+  EXPECT_HAS(message_of<InvalidArgument>([&] { job.open(0, 1s); }), "lo");
 }
 
 TEST(TcpStore, ASecondHostIsToldWhatToExport) {
   Job job(2);
   job.facts.root_address = "192.0.2.1";  // an address for documentation: nobody's
   job.options.secret.clear();
-  const std::string what = thrown<InvalidArgument>([&] { job.open(1, 5s); });
+  const std::string what = message_of<InvalidArgument>([&] { job.open(1, 5s); });
   EXPECT_HAS(what, "another host than rank 0 (192.0.2.1)");
   EXPECT_HAS(what, "export TURNOUT_SECRET");
 }
@@ -263,12 +263,12 @@ TEST(TcpStore, APortThatIsTaken) {
   Job job(2);
   const bootstrap::Fd other = bootstrap::listen_on(bootstrap::loopback(AF_INET, job.port()));
   ASSERT_TRUE(other);
-  const std::string what = thrown<TransportError>([&] { job.open(0, 5s); });
+  const std::string what = message_of<TransportError>([&] { job.open(0, 5s); });
   EXPECT_HAS(what, "port " + std::to_string(job.port()));
   EXPECT_HAS(what, "process " + std::to_string(getpid()));
   EXPECT_HAS(what, "set TURNOUT_PORT");
   job.options.secret.clear();
-  thrown<TransportError>([&] { job.open(0, 5s); });
+  message_of<TransportError>([&] { job.open(0, 5s); });
   EXPECT_EQ(job.num_files(), 0u);
 }
 
@@ -295,8 +295,8 @@ TEST(TcpStore, LargestValuesAndKeys) {
       EXPECT_EQ(value->size(), largest.size());
       store->erase(key);
     }
-    EXPECT_HAS(thrown<InvalidArgument>([&] { store->set("k", bytes(largest + "v")); }), std::to_string(bootstrap::kMostValueBytes));
-    EXPECT_HAS(thrown<InvalidArgument>([&] { store->set(key + "k", {}); }), std::to_string(bootstrap::kMostKeyBytes));
+    EXPECT_HAS(message_of<InvalidArgument>([&] { store->set("k", bytes(largest + "v")); }), std::to_string(bootstrap::kMostValueBytes));
+    EXPECT_HAS(message_of<InvalidArgument>([&] { store->set(key + "k", {}); }), std::to_string(bootstrap::kMostKeyBytes));
     EXPECT_THROW(store->get("", 1s), InvalidArgument);
     job.world(store, rank, 60s)->barrier("end");
   });

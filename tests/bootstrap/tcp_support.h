@@ -11,10 +11,12 @@
 #include "bootstrap/ranks.h"
 #include "bootstrap/socket.h"
 #include "bootstrap/tcp_store.h"
+#include "support/errors.h"
 
 namespace turnout::testing_ranks {
 
 using bootstrap::TcpOptions;
+using support::message_of;
 
 /// A port of our own, a folder of our own, and the facts of a job there.
 class Job {
@@ -69,21 +71,6 @@ class Job {
   bootstrap::Fd reserved_;
   std::string folder_;
 };
-
-/// The text of an E that `body` throws.
-template <class E>
-std::string thrown(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const E& e) {
-    return e.what();
-  } catch (const std::exception& e) {
-    ADD_FAILURE() << "another error: " << e.what();
-    return e.what();
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return "";
-}
 
 #define EXPECT_HAS(text, part) EXPECT_NE(std::string(text).find(part), std::string::npos) << (text)
 

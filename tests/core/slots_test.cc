@@ -122,6 +122,7 @@ TEST(BufferLayout, NoTwoSignalsShareANumber) {
   std::vector<int> uses(static_cast<size_t>(b.num_signals()), 0);
   for (int source = 0; source < 3; ++source) {
     ++uses.at(static_cast<size_t>(b.abort_signal(source)));
+    ++uses.at(static_cast<size_t>(b.closed_signal(source)));
     for (int lane = 0; lane < 2; ++lane) {
       for (int copy = 0; copy < 2; ++copy) {
         for (int which = 0; which < BufferLayout::kNumSignals; ++which) {

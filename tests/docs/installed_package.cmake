@@ -25,3 +25,10 @@ foreach(program ${programs})
   cmake_path(GET program STEM name)
   run(${work}/build/${name})
 endforeach()
+
+# The command and what it loads when needed were moved together.
+file(GLOB_RECURSE cuda_library ${work}/moved/libturnout_cuda.so)
+execute_process(COMMAND ${work}/moved/bin/turnout version OUTPUT_VARIABLE about RESULT_VARIABLE result)
+if(NOT result EQUAL 0 OR NOT about MATCHES "cuda: " OR (cuda_library AND about MATCHES "cannot load"))
+  message(FATAL_ERROR "turnout version: ${result}\n${about}")
+endif()

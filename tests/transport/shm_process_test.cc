@@ -1,18 +1,13 @@
 // shm between processes: deaths, stops, limits, and what is left behind.
-#include <fcntl.h>
-#include <poll.h>
 #include <sys/resource.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <csignal>
 #include <fstream>
-#include <iterator>
 #include <set>
 
-#include "ranks.h"
+#include "processes.h"
 #include "transport/shm/shm.h"
 
 namespace turnout::transport::testing {
@@ -24,123 +19,6 @@ constexpr bool kSanitized = true;
 #else
 constexpr bool kSanitized = false;
 #endif
-
-/// A store of files in one folder; a rename publishes. It keeps a descriptor in reserve, so that ranks short of them can tell.
-class FolderStore final : public Store {
- public:
-  explicit FolderStore(std::string folder) : folder_(std::move(folder)) { keep(); }
-  ~FolderStore() override { close(reserve_); }
-  void set(const std::string& key, std::span<const std::byte> value) override {
-    const std::string to = path(key), from = to + "." + std::to_string(getpid());
-    close(reserve_);
-    std::ofstream(from, std::ios::binary).write(reinterpret_cast<const char*>(value.data()), static_cast<std::streamsize>(value.size()));
-    keep();
-    std::filesystem::rename(from, to);
-  }
-  std::optional<std::vector<std::byte>> get(const std::string& key, std::chrono::milliseconds timeout) override {
-    const auto until = Clock::now() + timeout;
-    do {
-      if (auto bytes = look(path(key))) return bytes;
-      usleep(200);
-    } while (Clock::now() < until);
-    return std::nullopt;
-  }
-
- private:
-  std::string path(const std::string& key) const {
-    std::string name = key;
-    std::replace(name.begin(), name.end(), '/', '+');
-    return folder_ + "/" + name;
-  }
-  std::optional<std::vector<std::byte>> look(const std::string& file) {
-    close(reserve_);
-    std::ifstream in(file, std::ios::binary);
-    std::vector<char> bytes;
-    const bool there = in.is_open();
-    if (there) bytes.assign(std::istreambuf_iterator<char>(in), {});
-    in.close();
-    keep();
-    if (!there) return std::nullopt;
-    const auto* first = reinterpret_cast<const std::byte*>(bytes.data());
-    return std::vector<std::byte>(first, first + bytes.size());
-  }
-  void keep() { reserve_ = open("/dev/null", O_RDONLY | O_CLOEXEC); }
-
-  const std::string folder_;
-  int reserve_ = -1;
-};
-
-/// Ranks as child processes. A child that throws ends with status 1 and says why.
-class Family {
- public:
-  Family(int num_ranks, const std::function<void(Bootstrap&)>& body) {
-    char name[] = "/tmp/shm_process_test.XXXXXX";
-    folder_ = mkdtemp(name);
-    for (int rank = 0; rank < num_ranks; ++rank) {
-      const pid_t pid = fork();
-      if (pid != 0) {
-        pids_.push_back(pid);
-        continue;
-      }
-      int status = 0;
-      try {
-        const auto bootstrap = store_bootstrap(std::make_shared<FolderStore>(folder_), rank, num_ranks, "family", 20s);
-        body(*bootstrap);
-      } catch (const std::exception& error) {
-        fprintf(stderr, "rank %d: %s\n", rank, error.what());
-        status = 1;
-      }
-      _exit(status);
-    }
-  }
-  Family(const Family&) = delete;
-  Family& operator=(const Family&) = delete;
-  ~Family() {
-    for (int rank = 0; rank < static_cast<int>(pids_.size()); ++rank) kill(rank);
-    std::filesystem::remove_all(folder_);
-  }
-  void send(int rank, int signal) const { ::kill(pids_[static_cast<size_t>(rank)], signal); }
-  /// The exit status; -1 if a signal ended it.
-  int join(int rank) {
-    int status = 0;
-    pid_t& pid = pids_[static_cast<size_t>(rank)];
-    if (pid < 0 || waitpid(pid, &status, 0) != pid) return -1;
-    pid = -1;
-    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-  }
-  void kill(int rank) {
-    if (pids_[static_cast<size_t>(rank)] < 0) return;
-    send(rank, SIGKILL);
-    join(rank);
-  }
-  void expect_success() {
-    for (int rank = 0; rank < static_cast<int>(pids_.size()); ++rank) EXPECT_EQ(join(rank), 0) << "rank " << rank;
-  }
-
- private:
-  std::string folder_;
-  std::vector<pid_t> pids_;
-};
-
-/// Words between the children and the test: a pipe that all inherit.
-struct Pipe {
-  Pipe() { require(pipe(ends) == 0, "pipe"); }
-  ~Pipe() {
-    close(ends[0]);
-    close(ends[1]);
-  }
-  Pipe(const Pipe&) = delete;
-  Pipe& operator=(const Pipe&) = delete;
-  void say(char word) const { require(write(ends[1], &word, 1) == 1, "write"); }
-  char hear() const {
-    char word = 0;
-    pollfd waiting{ends[0], POLLIN, 0};
-    require(poll(&waiting, 1, 20'000) == 1, "no word came");
-    require(read(ends[0], &word, 1) == 1, "read");
-    return word;
-  }
-  int ends[2] = {-1, -1};
-};
 
 /// Everything of ours that outlives a process if somebody forgets it.
 std::set<std::string> traces() {
@@ -192,6 +70,19 @@ TEST(ShmProcess, RowsAndSignalsCross) {
     });
     family.expect_success();
   }
+}
+
+TEST(ShmProcess, ProcessesMayHoldSeveralRanks) {
+  Family family(2, [](const std::shared_ptr<Store>& store, int process) {
+    run_threads(2, [&](int thread) {
+      const auto bootstrap = store_bootstrap(store, 2 * process + thread, 4, "ranks", 20s);
+      const auto transport = make_shm(*bootstrap);
+      const auto window = transport->open("slots", 4 * kSlot, 8);
+      exchange_rounds(*window, bootstrap->rank(), 4, 50);
+      bootstrap->barrier("done");
+    });
+  });
+  family.expect_success();
 }
 
 TEST(ShmProcess, AKilledPeerIsGoneWithinASecond) {

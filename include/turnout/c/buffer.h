@@ -40,7 +40,7 @@ typedef struct turnout_buffer_config {
 typedef struct turnout_allocator {
   size_t struct_size;
   void* context;
-  void* (*allocate)(void* context, size_t num_bytes); /* null: out of memory, the call ends with TURNOUT_OTHER */
+  void* (*allocate)(void* context, size_t num_bytes); /* null: out of memory: TURNOUT_OTHER here, elsewhere as allocator.h says */
   void (*deallocate)(void* context, void* data, size_t num_bytes);
 } turnout_allocator;
 
@@ -172,6 +172,7 @@ typedef struct turnout_buffer_info {
   int32_t num_local_experts;
   size_t num_bytes;            /* symmetric memory of this rank */
   const uint64_t* status_word; /* non-zero once the buffer is aborted; may be read at any time while the buffer lives */
+  uint64_t num_fresh_results;  /* dispatches with TURNOUT_RESULT_AUTOMATIC that found no lease */
 } turnout_buffer_info;
 TURNOUT_API turnout_status turnout_buffer_get_info(const turnout_buffer* buffer, turnout_buffer_info* info);
 

@@ -30,10 +30,10 @@ typedef struct turnout_wait_record {
   int32_t lane;
   const char* call;       /* "dispatch", "combine", "bootstrap" */
   uint64_t epoch;         /* number of the call on its lane */
-  const char* phase;      /* "header", "rows", "space", "consumed", or the step of the bootstrap */
+  const char* phase;      /* "header", "rows", "space", "consumed", "verdict", "failed", or the step of the bootstrap */
   uint64_t expected;      /* value waited for */
   uint64_t seen;          /* value seen last */
-  const char* peer_state; /* "alive", "busy", "silent", "gone" */
+  const char* peer_state; /* "alive", "busy", "silent", "gone", "closed" (its buffer), "failed" */
 } turnout_wait_record;
 
 /* The record of the last failed call of this thread, if it was TURNOUT_PEER_TIMEOUT or TURNOUT_PEER_FAILED; else null.

@@ -10,6 +10,19 @@ namespace turnout::engine {
 
 using core::BufferLayout;
 
+namespace {
+
+template <class Predicate>
+std::string ranks_where(int num_ranks, Predicate&& is_one) {
+  std::string ranks;
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    if (is_one(rank)) ranks += (ranks.empty() ? "" : ", ") + std::to_string(rank);
+  }
+  return ranks;
+}
+
+}  // namespace
+
 Call::Call(std::shared_ptr<Context> context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts)
     : context_(std::move(context)),
       lane_(lane),
@@ -107,22 +120,40 @@ void Call::take_header(int source) {
   ++num_headers_seen_;
 }
 
-void Call::check_headers() const {
+void Call::fail_together(const std::string& text) {
+  failed_together_ = true;
+  throw InvalidArgument(text);
+}
+
+void Call::check_headers() {
   const bool agreed = std::all_of(headers_.begin(), headers_.end(), [&](const Header& h) { return !h.refused && h.facts == headers_[0].facts; });
   if (agreed) return;
-  std::string refusers;
-  for (int source = 0; source < context_->num_ranks; ++source) {
-    if (header(source).refused) refusers += (refusers.empty() ? "" : ", ") + std::to_string(source);
-  }
-  const std::string where = name() + " (lane " + std::to_string(lane_) + ", epoch " + std::to_string(epoch_) + ")";
+  const std::string refusers = ranks_where(context_->num_ranks, [&](int source) { return header(source).refused != 0; });
   if (!refusers.empty()) {
-    throw InvalidArgument(where + ": refused by rank " + refusers + ", whose own error says why; nothing was delivered on any rank");
+    fail_together(where() + ": refused by rank " + refusers + ", whose own error says why; nothing was delivered on any rank");
   }
   std::vector<CallFacts> facts;
   for (const Header& h : headers_) facts.push_back(h.facts);
   if (const std::string table = disagreement(facts); !table.empty()) {
-    throw InvalidArgument(where + ": ranks disagree; nothing was delivered on any rank" + table);
+    fail_together(where() + ": ranks disagree; nothing was delivered on any rank" + table);
   }
+}
+
+void Call::give_verdict(bool fits) {
+  for (int peer = 0; peer < context_->num_ranks; ++peer) {
+    if (peer != context_->rank) raise(peer, BufferLayout::kVerdict, progress_value(epoch_, static_cast<uint64_t>(fits ? kFits : kMisfit)));
+  }
+}
+
+bool Call::check_verdicts(const std::string& mine) {
+  if (!mine.empty()) fail_together(mine);
+  for (int source = 0; source < context_->num_ranks; ++source) {
+    if (source != context_->rank && owes_verdict(source)) return false;
+  }
+  const std::string misfits = ranks_where(context_->num_ranks, [&](int source) { return count_of(source, BufferLayout::kVerdict) == kMisfit; });
+  if (misfits.empty()) return true;
+  fail_together(where() + ": rank " + misfits +
+                " has no room for its rows (out or result=lease), and its own error says how many; nothing was delivered on any rank");
 }
 
 void Call::consume_all() {

@@ -1,12 +1,13 @@
 // A call in flight: one epoch of a lane. It moves in steps that never wait, so that a lane can drive several at once; all
 // waiting is in Lane::drive (lane.h).
 //
-// Staging copy `copy` = epoch % depth. The four signals from a source for a copy carry the epoch, so nothing is ever reset:
+// Staging copy `copy` = epoch % depth. The five signals from a source for a copy carry the epoch, so nothing is ever reset:
 //   kHeader    epoch: the source's header is in place
 //   kRows      epoch << 32 | rows that the source has put straight into the offered block
 //   kProduced  epoch << 32 | records that the source has put into the ring
 //   kSpace     epoch << 32 | records that the addressee has taken out of the ring; all ones: it has finished the call, so
 //              header, ring and block of this epoch may be written again by the call that uses the copy next.
+//   kVerdict   epoch << 32 | kFits or kMisfit, from a source whose header owes it: whether it can take its rows
 #pragma once
 #include <cstdint>
 #include <exception>
@@ -21,6 +22,12 @@ namespace turnout::engine {
 
 constexpr uint64_t kAllConsumed = 0xffffffffull;
 constexpr uint64_t progress_value(uint64_t epoch, uint64_t count) { return epoch << 32 | count; }
+constexpr int64_t kFits = 1, kMisfit = 2;
+
+/// Bytes between two signals of a stream: enough to amortise the signal, few enough that the receiver starts early.
+constexpr int64_t kBytesPerSignal = 64 << 10;
+/// Results larger than this share of a last-level cache are written past it.
+constexpr int64_t kCacheBytes = 4 << 20;
 
 /// Whom a call waits for, and for what; made only once a wait has become slow.
 struct Waiting {
@@ -54,6 +61,8 @@ class Call {
   uint64_t epoch() const { return epoch_; }
   int lane() const { return lane_; }
   std::string name() const { return facts_.kind == static_cast<int64_t>(CallKind::dispatch) ? "dispatch" : "combine"; }
+  /// The failure is one that all ranks find in their headers and verdicts: none waits for another.
+  bool failed_together() const { return failed_together_; }
   std::exception_ptr failure;  ///< set when the call failed while another one was being driven
 
  protected:
@@ -64,7 +73,13 @@ class Call {
   bool header_sent(int peer) const { return header_sent_[static_cast<size_t>(peer)]; }
   bool header_seen(int peer) const { return header_seen_[static_cast<size_t>(peer)]; }
   /// Throws InvalidArgument if some rank refused or the facts differ. REQUIRES: all_headers_seen().
-  void check_headers() const;
+  void check_headers();
+  /// Tells all ranks whether this one can take its rows. REQUIRES: its header owes a verdict.
+  void give_verdict(bool fits);
+  bool owes_verdict(int source) const { return header(source).owes_verdict && count_of(source, core::BufferLayout::kVerdict) == 0; }
+  /// Whether all verdicts that headers owe are here. Throws InvalidArgument, on all ranks, if some rank cannot take its rows;
+  /// `mine` says why this one cannot, or is empty. REQUIRES: all_headers_seen().
+  bool check_verdicts(const std::string& mine);
   /// Tells every source that its header, ring and block of this call may be reused.
   void consume_all();
 
@@ -105,8 +120,12 @@ class Call {
  private:
   void send_header(int peer);
   void take_header(int source);
+  /// Throws InvalidArgument, which all ranks do.
+  [[noreturn]] void fail_together(const std::string& text);
+  std::string where() const { return name() + " (lane " + std::to_string(lane_) + ", epoch " + std::to_string(epoch_) + ")"; }
 
   const bool first_use_;  ///< no earlier call used this copy since the last recover()
+  bool failed_together_ = false;
   int max_local_ = 0;
   int num_headers_sent_ = 0, num_headers_seen_ = 0;
   std::vector<char> header_sent_, header_seen_;

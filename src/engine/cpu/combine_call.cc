@@ -49,8 +49,7 @@ CombineCall::CombineCall(std::shared_ptr<Context> context, int lane, uint64_t ep
   mine_.num_tokens = r.num_tokens;
 
   const size_t row_bytes = hidden * size_of(args_.y.dtype);
-  constexpr size_t kCacheBytes = size_t{4} << 20;
-  large_ = row_bytes * static_cast<size_t>(r.num_tokens) > kCacheBytes;
+  large_ = static_cast<int64_t>(row_bytes) * r.num_tokens > kCacheBytes;
   if (args_.out.defined()) {
     out_.x = static_cast<std::byte*>(args_.out.data);
     out_.x_stride = args_.out.strides[0] * static_cast<int64_t>(size_of(args_.out.dtype));

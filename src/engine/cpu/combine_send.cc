@@ -9,10 +9,6 @@ namespace turnout::engine {
 using core::BufferLayout;
 using internal::Routing;
 
-namespace {
-constexpr int64_t kBytesPerSignal = 64 << 10;
-}
-
 bool CombineCall::send() {
   if (sends_left_ == 0) return false;
   bool moved = false;

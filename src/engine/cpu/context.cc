@@ -1,17 +1,75 @@
-// The abort: sticky, known to all ranks through one signal and one note each.
+// The abort: sticky, known to all ranks through one signal and one note each, record included.
 #include "engine/cpu/context.h"
 
 #include <algorithm>
 #include <cstring>
 
+#include "util/log.h"
+
 namespace turnout::engine {
 
 namespace {
+
 std::atomic<uint64_t> next_serial{1};
+
+/// An Abort as it lies in the arenas of the peers. What is too long for it is cut.
+struct Note {
+  static constexpr size_t kMostPeers = 64;
+  Abort::Kind kind;
+  int32_t lane, num_peers;
+  uint64_t epoch, expected, seen;
+  char call[16], phase[16], peer_state[16];
+  int32_t peers[kMostPeers];
+  char text[core::BufferLayout::kNoteBytes - 344];
+};
+static_assert(sizeof(Note) == core::BufferLayout::kNoteBytes);
+
+template <size_t N>
+void write(char (&to)[N], const std::string& text) {
+  std::memcpy(to, text.data(), std::min(text.size(), N - 1));
 }
 
+template <size_t N>
+std::string read(const char (&from)[N]) {
+  return {from, strnlen(from, N)};
+}
+
+Note to_note(const Abort& why) {
+  const WaitRecord& r = why.record;
+  Note note{};
+  note.kind = why.kind;
+  note.lane = r.lane;
+  note.num_peers = static_cast<int32_t>(std::min(r.peers.size(), Note::kMostPeers));
+  std::copy_n(r.peers.begin(), note.num_peers, note.peers);
+  note.epoch = r.epoch;
+  note.expected = r.expected;
+  note.seen = r.seen;
+  write(note.call, r.call);
+  write(note.phase, r.phase);
+  write(note.peer_state, r.peer_state);
+  write(note.text, why.text);
+  return note;
+}
+
+Abort from_note(const Note& note, int rank) {
+  Abort why{note.kind, "rank " + std::to_string(rank) + " aborted: " + read(note.text), {}};
+  WaitRecord& r = why.record;
+  r.rank = rank;
+  r.lane = note.lane;
+  r.peers.assign(note.peers, note.peers + note.num_peers);
+  r.epoch = note.epoch;
+  r.expected = note.expected;
+  r.seen = note.seen;
+  r.call = read(note.call);
+  r.phase = read(note.phase);
+  r.peer_state = read(note.peer_state);
+  return why;
+}
+
+}  // namespace
+
 Context::Context(std::shared_ptr<transport::Transport> transport_, std::unique_ptr<transport::Window> window_, const core::BufferLayout& layout_,
-                 core::Topology topology_, const BufferConfig& config_, std::shared_ptr<Allocator> own_allocator_, Allocator* allocator_)
+                 core::Topology topology_, const BufferConfig& config_, Allocator* allocator_)
     : transport(std::move(transport_)),
       window(std::move(window_)),
       layout(layout_),
@@ -23,22 +81,35 @@ Context::Context(std::shared_ptr<transport::Transport> transport_, std::unique_p
       kernels(row_kernels(best_isa())),
       pool(layout_.receive, layout_.receive_bytes),
       threads(config_.num_threads),
-      own_allocator(std::move(own_allocator_)),
-      allocator(allocator_),
-      abort_seen_(static_cast<size_t>(num_ranks), 0) {
+      allocator(allocator_ ? allocator_ : &pages),
+      abort_seen_(static_cast<size_t>(num_ranks)) {
   experts = std::make_shared<const core::ExpertMap>(config.expert_to_rank.empty() ? core::ExpertMap::split(config.num_experts, num_ranks)
                                                                                   : core::ExpertMap::of(config.expert_to_rank, num_ranks));
 }
 
-void Context::abort(const std::string& why, bool peer_failed) {
+void Context::count_fresh_result(size_t num_bytes) {
+  if (fresh_results.fetch_add(1, std::memory_order_relaxed) > 0) return;
+  util::log(util::LogLevel::warn,
+            "dispatch: no lease was free for a result of " + std::to_string(num_bytes) +
+                " bytes (largest gap of the receive region: " + std::to_string(pool.largest_gap()) + " of " + std::to_string(pool.num_bytes()) +
+                "): it lies in other memory, which takes one more copy. Release results sooner or raise receive_bytes. Further ones are counted "
+                "(num_fresh_results()), not logged",
+            rank);
+}
+
+bool Context::is_released(const void* data) const {
+  const auto* at = static_cast<const std::byte*>(data);
+  const std::byte* region = window->local() + layout.receive;
+  if (at >= region && at < region + layout.receive_bytes) return !pool.is_taken(static_cast<size_t>(at - window->local()));
+  return pages.keeps(data);
+}
+
+void Context::abort(const Abort& why) {
   std::lock_guard lock(abort_mutex_);
   if (status.load(std::memory_order_relaxed) != 0) return;
-  abort_text_ = why;
-  abort_peer_failed_ = peer_failed;
+  abort_ = why;
   status.store(1, std::memory_order_release);
-  Note note{};
-  note.peer_failed = peer_failed;
-  std::memcpy(note.text, why.data(), std::min(why.size(), sizeof note.text - 1));
+  const Note note = to_note(why);
   ++num_aborts_;
   for (int peer = 0; peer < num_ranks; ++peer) {
     if (peer == rank) continue;
@@ -51,18 +122,20 @@ void Context::abort(const std::string& why, bool peer_failed) {
   }
 }
 
+void Context::stop(const Abort& why) {
+  abort(why);
+  throw_abort();
+}
+
 void Context::check_abort() {
   if (status.load(std::memory_order_acquire) != 0) throw_abort();
   for (int peer = 0; peer < num_ranks; ++peer) {
-    const auto at = static_cast<size_t>(peer);
-    if (window->read(layout.abort_signal(peer)) <= abort_seen_[at]) continue;
+    if (window->read(layout.abort_signal(peer)) <= abort_seen_[static_cast<size_t>(peer)].load(std::memory_order_relaxed)) continue;
     std::lock_guard lock(abort_mutex_);
     if (status.load(std::memory_order_relaxed) == 0) {
       Note note;
       std::memcpy(&note, window->local() + layout.note_at(peer), sizeof note);
-      note.text[sizeof note.text - 1] = 0;
-      abort_text_ = "rank " + std::to_string(peer) + " aborted: " + note.text;
-      abort_peer_failed_ = note.peer_failed != 0;
+      abort_ = from_note(note, peer);
       status.store(2, std::memory_order_release);
     }
     break;
@@ -72,18 +145,39 @@ void Context::check_abort() {
 
 void Context::throw_abort() {
   std::lock_guard lock(abort_mutex_);
-  WaitRecord record;
-  record.rank = rank;
-  record.phase = "abort";
-  const std::string text = abort_text_ + " (this Buffer stays aborted on all ranks until recover())";
-  if (abort_peer_failed_) throw PeerFailed(text, record);
-  throw PeerTimeout(text, record);
+  const std::string text = abort_.text + " (this Buffer stays aborted on all ranks until recover())";
+  switch (abort_.kind) {
+    case Abort::Kind::timeout: throw PeerTimeout(text, abort_.record);
+    case Abort::Kind::peer_failed: throw PeerFailed(text, abort_.record);
+    case Abort::Kind::invalid_argument: break;
+  }
+  throw InvalidArgument(text);
+}
+
+void Context::retire(const BlockPool::Block& block) {
+  std::lock_guard lock(abort_mutex_);
+  if (status.load(std::memory_order_relaxed) == 0) pool.give_back(block);
+  else retired_.push_back(block);
+}
+
+void Context::announce_close() noexcept {
+  for (int peer = 0; peer < num_ranks; ++peer) {
+    try {
+      if (peer != rank) window->signal(peer, layout.closed_signal(rank), 1);
+    } catch (...) {
+      // It is gone itself.
+    }
+  }
 }
 
 void Context::forget_abort() {
   std::lock_guard lock(abort_mutex_);
-  for (int peer = 0; peer < num_ranks; ++peer) abort_seen_[static_cast<size_t>(peer)] = window->read(layout.abort_signal(peer));
-  abort_text_.clear();
+  for (const BlockPool::Block& block : retired_) pool.give_back(block);
+  retired_.clear();
+  for (int peer = 0; peer < num_ranks; ++peer) {
+    abort_seen_[static_cast<size_t>(peer)].store(window->read(layout.abort_signal(peer)), std::memory_order_relaxed);
+  }
+  abort_ = {};
   status.store(0, std::memory_order_release);
 }
 

@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <string>
 #include <vector>
 
@@ -13,6 +14,7 @@
 #include "core/routing.h"
 #include "core/topology.h"
 #include "engine/cpu/block_pool.h"
+#include "engine/cpu/page_pool.h"
 #include "engine/cpu/rows.h"
 #include "engine/cpu/thread_pool.h"
 #include "transport/transport.h"
@@ -20,9 +22,17 @@
 
 namespace turnout::engine {
 
+/// Why a Buffer was stopped, the same on all ranks: the error that they raise, its words, and the record of the rank that found it.
+struct Abort {
+  enum class Kind : int64_t { timeout, peer_failed, invalid_argument };
+  Kind kind = Kind::timeout;
+  std::string text;
+  WaitRecord record;
+};
+
 struct Context {
   Context(std::shared_ptr<transport::Transport> transport, std::unique_ptr<transport::Window> window, const core::BufferLayout& layout,
-          core::Topology topology, const BufferConfig& config, std::shared_ptr<Allocator> own_allocator, Allocator* allocator);
+          core::Topology topology, const BufferConfig& config, Allocator* allocator);
 
   std::shared_ptr<transport::Transport> transport;
   std::unique_ptr<transport::Window> window;
@@ -35,8 +45,8 @@ struct Context {
   BlockPool pool;
   ThreadPool threads;
   std::mutex threads_mutex;  ///< lanes share the pool: one parallel loop at a time
-  std::shared_ptr<Allocator> own_allocator;
-  Allocator* allocator;
+  PagePool pages;            ///< the default allocator
+  Allocator* allocator;      ///< the caller's, or `pages`
 
   std::mutex experts_mutex;
   std::shared_ptr<const core::ExpertMap> experts;  ///< of new routings
@@ -46,10 +56,22 @@ struct Context {
   std::atomic<bool> closed{false};
   std::atomic<uint64_t> fresh_results{0};  ///< results that found no lease
 
-  /// Stops this Buffer on all ranks: peers learn `why` in their note and see the abort signal. Idempotent.
-  void abort(const std::string& why, bool peer_failed);
+  /// Counts a result of `num_bytes` that found no lease; the first one is logged.
+  void count_fresh_result(size_t num_bytes);
+  /// Whether `data` lies in memory that a result had and gave back, and that nothing has taken since.
+  bool is_released(const void* data) const;
+
+  /// Stops this Buffer on all ranks: peers find `why` in their note and see the abort signal. The first reason stays.
+  void abort(const Abort& why);
+  /// abort(), and throws.
+  [[noreturn]] void stop(const Abort& why);
   /// Throws if some rank aborted. Cheap.
   void check_abort();
+  /// Keeps a block of a failed call, into which peers may still write, out of the pool until recover(), when all have left theirs.
+  void retire(const BlockPool::Block& block);
+  /// Tells the peers that this rank makes no call any more. Never throws, never waits.
+  void announce_close() noexcept;
+  bool has_closed(int peer) const { return window->read(layout.closed_signal(peer)) != 0; }
   /// After recover(): what was raised so far is history.
   void forget_abort();
 
@@ -57,16 +79,12 @@ struct Context {
   void parallel_for(int64_t n, int64_t grain, const std::function<void(int64_t, int64_t)>& body);
 
  private:
-  struct Note {
-    uint64_t peer_failed;
-    char text[core::BufferLayout::kNoteBytes - 8];
-  };
   [[noreturn]] void throw_abort();
   std::mutex abort_mutex_;
-  std::string abort_text_;
-  bool abort_peer_failed_ = false;
-  std::vector<uint64_t> abort_seen_;  ///< per source: abort signals already answered by a recover()
-  uint64_t num_aborts_ = 0;           ///< raised by this rank
+  Abort abort_;
+  std::vector<BlockPool::Block> retired_;
+  std::vector<std::atomic<uint64_t>> abort_seen_;  ///< per source: abort signals already answered by a recover()
+  uint64_t num_aborts_ = 0;                        ///< raised by this rank
 };
 
 /// Memory of a result that is not the routing: a lease or an allocation, given back when the last reference dies.
@@ -77,22 +95,29 @@ class ResultMemory {
   }
   ResultMemory(std::shared_ptr<Context> context, size_t num_bytes) : context_(std::move(context)), num_bytes_(num_bytes) {
     data_ = static_cast<std::byte*>(context_->allocator->allocate(num_bytes));
+    if (!data_) throw std::bad_alloc();
   }
   ResultMemory(const ResultMemory&) = delete;
   ResultMemory& operator=(const ResultMemory&) = delete;
   ~ResultMemory() {
+    if (is_retired_) return;
     if (is_lease_) context_->pool.give_back(lease_);
     else context_->allocator->deallocate(data_, num_bytes_);
   }
   std::byte* data() const { return data_; }
   bool is_lease() const { return is_lease_; }
+  /// The call failed: a lease goes the way of Context::retire().
+  void retire() {
+    if (is_lease_) context_->retire(lease_);
+    is_retired_ = is_lease_;
+  }
 
  private:
   std::shared_ptr<Context> context_;
   std::byte* data_ = nullptr;
   BlockPool::Block lease_{};
   size_t num_bytes_ = 0;
-  bool is_lease_ = false;
+  bool is_lease_ = false, is_retired_ = false;
 };
 
 }  // namespace turnout::engine

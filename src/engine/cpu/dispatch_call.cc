@@ -42,6 +42,7 @@ DispatchCall::DispatchCall(std::shared_ptr<Context> context, int lane, uint64_t 
     }
   }
   mine_.num_tokens = r.num_tokens;
+  check_room();
   make_offer();
 }
 
@@ -49,9 +50,14 @@ bool DispatchCall::progress() {
   if (finished_ || given_up_) return false;
   bool moved = exchange_headers();
   if (!planned_ && all_headers_seen() && all_headers_sent()) {
-    check_headers();
-    plan();
-    moved = true;
+    if (!counted_) {
+      check_headers();
+      plan();
+      counted_ = moved = true;
+      if (mine_.owes_verdict) give_verdict(misfit_.empty());
+    }
+    planned_ = check_verdicts(misfit_);
+    moved |= planned_;
   }
   moved |= send();
   if (planned_) {
@@ -86,7 +92,13 @@ Waiting DispatchCall::waiting() const {
     w.expected = epoch_ - depth;
     w.seen = read(w.peers[0], BufferLayout::kSpace) >> 32;
   }
-  if (missing("consumed", true) || !planned_) return w;
+  if (missing("consumed", true)) return w;
+  for (int peer = 0; peer < context_->num_ranks && !planned_; ++peer) {
+    if (peer != me && owes_verdict(peer)) w.peers.push_back(peer);
+  }
+  w.expected = kFits;
+  w.seen = 0;
+  if (missing("verdict", false) || !planned_) return w;
   for (int peer = 0; peer < context_->num_ranks; ++peer) {
     if (path(me, peer) != Path::streamed || next_[static_cast<size_t>(peer)] >= my_rows_[static_cast<size_t>(peer)]) continue;
     w.peers.push_back(peer);
@@ -110,10 +122,10 @@ void DispatchCall::give_up() noexcept {
   if (given_up_ || finished_) return;
   given_up_ = true;
   try {
-    // Nobody writes the offered block: ranks that disagree put nothing in place, and after an abort no call starts
-    // before recover(), when all have left theirs.
-    if (offer_) context_->pool.give_back(*offer_);
+    // Ranks that disagree put nothing in place, so nobody writes the block; after an abort somebody may.
+    if (offer_) context_->retire(*offer_);
     offer_.reset();
+    if (memory_) memory_->retire();
     memory_.reset();
     held_memory_.reset();
     consume_all();
@@ -142,7 +154,7 @@ void DispatchCall::finish() {
     finish_routing(r, me);
   }
   const Routing& r = routing();
-  if (misfit_.empty() && r.layout == Layout::expert_major) zero_padding();
+  if (r.layout == Layout::expert_major) zero_padding();
   consume_all();
   finished_ = true;
 }
@@ -191,9 +203,6 @@ void DispatchCall::zero_padding() const {
   }
 }
 
-DispatchOutcome DispatchCall::take() {
-  if (!misfit_.empty()) throw InvalidArgument(misfit_);
-  return {fresh_ ? std::shared_ptr<const Routing>(fresh_) : cached_, memory_, x_, x_stride_, block_};
-}
+DispatchOutcome DispatchCall::take() { return {fresh_ ? std::shared_ptr<const Routing>(fresh_) : cached_, memory_, x_, x_stride_, block_}; }
 
 }  // namespace turnout::engine

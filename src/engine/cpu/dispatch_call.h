@@ -30,6 +30,7 @@ struct DispatchOutcome {
 class DispatchCall final : public Call {
  public:
   /// REQUIRES: args were checked. `routing` holds the source side (new or of args.handle).
+  /// Throws InvalidArgument if there is no room for a result whose size is known already.
   DispatchCall(std::shared_ptr<Context> context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts, const DispatchArgs& args,
                std::shared_ptr<internal::Routing> fresh_routing, std::shared_ptr<const internal::Routing> cached);
 
@@ -39,7 +40,7 @@ class DispatchCall final : public Call {
   Waiting waiting() const override;
   void give_up() noexcept override;
 
-  /// REQUIRES: done(). Throws InvalidArgument if the rows did not fit where the caller wanted them.
+  /// REQUIRES: done().
   DispatchOutcome take();
 
   /// Rows of each source present so far: [R], readable at any time.
@@ -65,7 +66,12 @@ class DispatchCall final : public Call {
   int64_t admitted(int source, int destination) const;
 
   // dispatch_send.cc
+  bool wants_lease() const { return args_.result != ResultKind::fresh && !args_.out.defined(); }
   void make_offer();
+  std::shared_ptr<ResultMemory> fresh_memory(size_t num_bytes);
+  void check_room();
+  std::string no_room(int64_t needed) const;
+  std::string no_lease(size_t needed) const;
   bool send();
   bool send_direct();
   bool send_stream(int peer);
@@ -113,8 +119,8 @@ class DispatchCall final : public Call {
 
   // Receive side.
   std::optional<BlockPool::Block> offer_;
-  bool planned_ = false, finished_ = false, held_ = false, given_up_ = false;
-  std::string misfit_;             ///< why the rows could not be kept
+  bool counted_ = false, planned_ = false, finished_ = false, held_ = false, given_up_ = false;
+  std::string misfit_;             ///< why the rows cannot be kept
   std::vector<int64_t> admitted_;  ///< [R, R]
   std::vector<int64_t> total_;     ///< [R] admitted rows of each destination
   std::vector<int64_t> received_;  ///< [R]

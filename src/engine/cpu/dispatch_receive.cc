@@ -1,6 +1,7 @@
 // The receive side of a dispatch: the plan once all headers are here, rows laid out as they arrive, the result.
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "core/bytes.h"
 #include "engine/cpu/dispatch_call.h"
@@ -9,11 +10,6 @@ namespace turnout::engine {
 
 using core::BufferLayout;
 using internal::Routing;
-
-namespace {
-/// Results larger than this share of a last-level cache are written past it.
-constexpr int64_t kCacheBytes = 4 << 20;
-}  // namespace
 
 /// All headers are here and agree: who sends what to whom, what is admitted, where it goes.
 void DispatchCall::plan() {
@@ -61,7 +57,6 @@ void DispatchCall::plan() {
   received_.assign(ranks, 0);
   rows_left_ = 0;
   for (int s = 0; s < context_->num_ranks; ++s) rows_left_ += path(s, me) == Path::direct ? admitted(s, me) : rows(s, me);
-  planned_ = true;
 }
 
 /// Group offsets and the first position of every source in every group. What exceeds a capacity of expert_major is
@@ -113,31 +108,21 @@ void DispatchCall::make_room() {
     memory_ = std::make_shared<ResultMemory>(context_, *offer_);
     offer_.reset();
   } else {
+    std::optional<BlockPool::Block> lease;
+    if (r.layout != Layout::rank_major && wants_lease() && !memory_) {
+      lease = offer_ ? std::exchange(offer_, std::nullopt) : context_->pool.take(block_.num_bytes);
+    }
     if (offer_) context_->pool.give_back(*offer_);
     offer_.reset();
-    std::optional<BlockPool::Block> lease;
-    if (r.layout != Layout::rank_major && args_.result != ResultKind::fresh && !args_.out.defined()) lease = context_->pool.take(block_.num_bytes);
-    if (lease) {
-      memory_ = std::make_shared<ResultMemory>(context_, *lease);
-    } else if (args_.result == ResultKind::lease && !args_.out.defined()) {
-      misfit_ = "dispatch: result=lease, but the result needs " + std::to_string(block_.num_bytes) +
-                " bytes and the largest gap of the receive region has " + std::to_string(context_->pool.largest_gap()) + " of " +
-                std::to_string(context_->pool.num_bytes()) + "; release earlier results, raise receive_bytes, or use result=auto";
-    } else if (block_.num_bytes > 0) {
-      memory_ = std::make_shared<ResultMemory>(context_, block_.num_bytes);
-      if (args_.result == ResultKind::automatic && !args_.out.defined()) context_->fresh_results.fetch_add(1, std::memory_order_relaxed);
-    }
+    if (lease) memory_ = std::make_shared<ResultMemory>(context_, *lease);
+    else if (args_.result == ResultKind::lease && block_.num_bytes > 0) misfit_ = no_lease(block_.num_bytes);
+    else if (!memory_) memory_ = fresh_memory(block_.num_bytes);
   }
   if (memory_) x_ = memory_->data() + block_.x;
   if (args_.out.defined()) {
     x_ = static_cast<std::byte*>(args_.out.data);
-    const int64_t room = args_.out.ndim == 3 ? args_.out.shape[0] * args_.out.shape[1] : args_.out.shape[0];
     x_stride_ = args_.out.strides[static_cast<size_t>(args_.out.ndim - 2)] * static_cast<int64_t>(size_of(args_.out.dtype));
-    // What a full expert_major result will hold is not known yet: at most its capacity.
-    const int64_t needed = r.layout == Layout::expert_slab ? n : std::min(r.num_rows, r.result_rows());
-    if (room < needed) {
-      misfit_ = "dispatch: out has room for " + std::to_string(room) + " rows, but " + std::to_string(needed) + " arrived";
-    }
+    misfit_ = no_room(n);
   }
 }
 
@@ -196,22 +181,20 @@ bool DispatchCall::receive_from(int source, int64_t available) {
       }
     }
   }
-  if (misfit_.empty()) {
-    context_->parallel_for(end - first, 4, [&](int64_t from, int64_t to) {
-      thread_local std::vector<std::byte> quantised;
-      for (int64_t i = first + from; i < first + to; ++i) {
-        const std::byte* record = own ? nullptr : record_of(i);
-        if (held_ && !own) {
-          std::memcpy(held_memory_->data() + static_cast<size_t>(base + i) * format_.record_bytes, record, format_.record_bytes);
-        } else if (!held_) {
-          Row row{nullptr, nullptr, record, own ? token_of(i) : 0, base + i};
-          row.x = own ? token_row(row.token, quantised, row.scales) : record + format_.x_at;
-          if (!own && format_.scale_bytes) row.scales = record + format_.scales_at;
-          lay_out(row);
-        }
+  context_->parallel_for(end - first, 4, [&](int64_t from, int64_t to) {
+    thread_local std::vector<std::byte> quantised;
+    for (int64_t i = first + from; i < first + to; ++i) {
+      const std::byte* record = own ? nullptr : record_of(i);
+      if (held_ && !own) {
+        std::memcpy(held_memory_->data() + static_cast<size_t>(base + i) * format_.record_bytes, record, format_.record_bytes);
+      } else if (!held_) {
+        Row row{nullptr, nullptr, record, own ? token_of(i) : 0, base + i};
+        row.x = own ? token_row(row.token, quantised, row.scales) : record + format_.x_at;
+        if (!own && format_.scale_bytes) row.scales = record + format_.scales_at;
+        lay_out(row);
       }
-    });
-  }
+    }
+  });
   received_[at] = available;
   rows_left_ -= available - first;
   std::atomic_ref(arrived_[at]).store(std::min(available, admitted_here), std::memory_order_release);
@@ -294,7 +277,6 @@ void DispatchCall::settle_held() {
     r.position[i] = next[static_cast<size_t>(r.recv_idx[i])]++;
     ++seen;
   }
-  if (!misfit_.empty()) return;
   std::vector<std::byte> quantised;
   for (int source = 0; source < context_->num_ranks; ++source) {
     const auto at = static_cast<size_t>(source);

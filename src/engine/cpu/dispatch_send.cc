@@ -8,25 +8,61 @@
 namespace turnout::engine {
 
 using core::BufferLayout;
+using internal::Routing;
 
 namespace {
 /// In low_latency mode fewer bytes than this to one rank travel with the header; more are worth a look at all headers
 /// first, because they can then be put in place in one pass.
 constexpr int64_t kEagerBytes = 16 << 10;
-/// Bytes between two signals: enough to amortise the signal, few enough that the receiver starts early.
-constexpr int64_t kBytesPerSignal = 64 << 10;
 }  // namespace
 
+/// Room that the caller asks for is a matter of the arguments where the rows are known beforehand (a capacity, a handle): too
+/// little is refused like any other, and so is an allocator that fails. With size=exact only the counts tell, and the header announces a verdict.
+void DispatchCall::check_room() {
+  if (!args_.out.defined() && args_.result != ResultKind::lease) return;
+  const Routing& r = routing();
+  mine_.owes_verdict = !cached_ && r.capacity < 0;
+  if (mine_.owes_verdict || !args_.out.defined()) return;
+  const int64_t needed = r.layout == Layout::expert_slab ? r.experts->num_local(context_->rank) * r.capacity : r.result_rows();
+  if (std::string text = no_room(needed); !text.empty()) throw InvalidArgument(text);
+}
+
+/// Empty if `needed` rows fit in the caller's `out`.
+std::string DispatchCall::no_room(int64_t needed) const {
+  const int64_t room = args_.out.ndim == 3 ? args_.out.shape[0] * args_.out.shape[1] : args_.out.shape[0];
+  if (room >= needed) return {};
+  return "dispatch: out has room for " + std::to_string(room) + " rows, but the result has " + std::to_string(needed) +
+         "; nothing was delivered on any rank";
+}
+
+std::string DispatchCall::no_lease(size_t needed) const {
+  return "dispatch: result=lease, but the result needs " + std::to_string(needed) + " bytes and the largest gap of the receive region has " +
+         std::to_string(context_->pool.largest_gap()) + " of " + std::to_string(context_->pool.num_bytes()) +
+         "; release earlier results, raise receive_bytes, or use result=auto; nothing was delivered on any rank";
+}
+
+/// Memory of the caller's allocator.
+std::shared_ptr<ResultMemory> DispatchCall::fresh_memory(size_t num_bytes) {
+  if (num_bytes == 0) return nullptr;
+  auto memory = std::make_shared<ResultMemory>(context_, num_bytes);
+  if (wants_lease()) context_->count_fresh_result(num_bytes);
+  return memory;
+}
+
 void DispatchCall::make_offer() {
-  if (routing().layout != Layout::rank_major || args_.result == ResultKind::fresh || args_.out.defined()) return;
-  const bool meta = format_.idx_bytes > 0;
-  if (routing().capacity >= 0) {
-    offer_ = context_->pool.take(format_.block(routing().capacity, meta).num_bytes);
-  } else {
-    const int64_t most = cached_ ? cached_->num_recv() : context_->num_ranks * context_->config.max_tokens_per_rank;
-    offer_ = context_->pool.take_largest(format_.block(most, meta).num_bytes);
+  const Routing& r = routing();
+  const bool by_rank = r.layout == Layout::rank_major;
+  if (cached_ || r.capacity >= 0) {
+    const int64_t n = r.layout == Layout::expert_slab ? r.experts->num_local(context_->rank) * r.capacity : r.result_rows();
+    const size_t needed = format_.block(n, by_rank && format_.idx_bytes > 0).num_bytes;
+    if (wants_lease()) offer_ = context_->pool.take(needed);
+    if (!offer_ && needed > 0 && args_.result == ResultKind::lease) throw InvalidArgument(no_lease(needed));
+    if (!offer_) memory_ = fresh_memory(format_.block(n, false).num_bytes);
+  } else if (by_rank && wants_lease()) {
+    const int64_t most = context_->num_ranks * context_->config.max_tokens_per_rank;
+    offer_ = context_->pool.take_largest(format_.block(most, format_.idx_bytes > 0).num_bytes);
   }
-  if (!offer_) return;
+  if (!offer_ || !by_rank) return;  // nobody but this rank writes blocks of the other layouts
   mine_.offer_offset = static_cast<int64_t>(offer_->offset);
   mine_.offer_bytes = static_cast<int64_t>(offer_->num_bytes);
 }

@@ -38,7 +38,8 @@ struct CallFacts {
 /// Fixed part of a header; `rows_to[num_ranks]` and, for the addressee, `expert_counts[max local experts]` follow.
 struct alignas(64) Header {
   CallFacts facts;
-  int64_t refused = 0;  ///< the sender rejected its own arguments: the call fails on all ranks
+  int64_t refused = 0;       ///< the sender rejected its own arguments: the call fails on all ranks
+  int64_t owes_verdict = 0;  ///< only once the sender knows all counts will it say whether it can take its rows (kVerdict)
   int64_t num_tokens = 0;
   int64_t offer_offset = 0;  ///< the block of the sender's receive region that the addressee may write
   int64_t offer_bytes = 0;   ///< 0: none, send through the staging ring

@@ -18,6 +18,16 @@ std::string join(const std::vector<int>& ranks) {
   return text;
 }
 
+std::string words_of(const std::exception_ptr& failure) {
+  try {
+    std::rethrow_exception(failure);
+  } catch (const std::exception& e) {
+    return e.what();
+  } catch (...) {
+    return "an exception of unknown type";
+  }
+}
+
 std::string seconds(std::chrono::steady_clock::duration d) {
   const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(d).count();
   return std::to_string(ms / 1000) + "." + std::to_string(ms % 1000 / 100) + " s";
@@ -66,11 +76,28 @@ bool Lane::progress_all() {
       moved |= call->progress();
     } catch (...) {
       call->failure = std::current_exception();
+      if (!call->failed_together()) stop_peers(*call);
       call->give_up();
       moved = true;
     }
   }
   return moved;
+}
+
+/// A call failed on this rank alone (memory, the transport): the others would wait for it, so they are told.
+void Lane::stop_peers(const Call& call) {
+  WaitRecord record;
+  record.rank = context_->rank;
+  record.peers = {context_->rank};
+  record.lane = index_;
+  record.call = call.name();
+  record.epoch = call.epoch();
+  record.phase = "failed";
+  record.peer_state = "failed";
+  context_->abort({Abort::Kind::peer_failed,
+                   "rank " + std::to_string(context_->rank) + " failed in " + call.name() + " (lane " + std::to_string(index_) + ", epoch " +
+                       std::to_string(call.epoch()) + "): " + words_of(call.failure),
+                   record});
 }
 
 /// Lanes that some other thread holds are moved by that thread.
@@ -128,13 +155,17 @@ void Lane::check_patience(const Call& call, Patience& patience) {
   const Waiting waiting = call.waiting();
 
   std::vector<int> gone;
+  bool closed = true;
   for (int peer : waiting.peers) {
-    if (context_->transport->peer_state(peer) == transport::PeerState::gone) gone.push_back(peer);
+    const bool left = context_->transport->peer_state(peer) == transport::PeerState::gone;
+    if (!left && !context_->has_closed(peer)) continue;
+    gone.push_back(peer);
+    closed = closed && !left;
   }
   // What a peer sent before it left may still be landing: it is given a moment without any progress.
   if (gone.empty()) patience.gone_since.reset();
   else if (!patience.gone_since) patience.gone_since = now;
-  else if (now - *patience.gone_since > kLandingTime) expire(call, waiting, gone, "gone", waited, true);
+  else if (now - *patience.gone_since > kLandingTime) expire(call, waiting, gone, closed ? "closed" : "gone", waited, true);
 
   const auto ranks = static_cast<size_t>(context_->num_ranks);
   if (patience.heartbeats.empty()) {
@@ -177,10 +208,12 @@ void Lane::expire(const Call& call, const Waiting& waiting, const std::vector<in
   record.peer_state = state;
   std::string text = record.to_string();
   if (!gone) text += "; gave up after " + seconds(waited);
-  context_->abort(text, gone);
-  text += " (this Buffer stays aborted on all ranks until recover())";
-  if (gone) throw PeerFailed(text, record);
-  throw PeerTimeout(text, record);
+  if (state == "busy" && waiting.phase == "header") {
+    text += "; " + std::string(peers.size() == 1 ? "it has" : "they have") +
+            " not made this call. Calls that one thread of a rank issues on several lanes or Buffers must be issued in the same order on all ranks, "
+            "because issuing one waits for the others";
+  }
+  context_->stop({gone ? Abort::Kind::peer_failed : Abort::Kind::timeout, text, record});
 }
 
 }  // namespace turnout::engine

@@ -59,6 +59,7 @@ class Lane {
     std::vector<Clock::time_point> beat_at;       ///< when a heartbeat last moved
   };
   void fail(Call& call);
+  void stop_peers(const Call& call);
   bool progress_siblings();
   void check_patience(const Call& call, Patience& patience);
   [[noreturn]] void expire(const Call& call, const Waiting& waiting, const std::vector<int>& peers, const std::string& state, Clock::duration waited,

@@ -82,6 +82,18 @@ void PagePool::deallocate(void* data, size_t num_bytes) noexcept {
   munmap(data, bytes);
 }
 
+bool PagePool::keeps(const void* data) const {
+  const auto* at = static_cast<const std::byte*>(data);
+  std::lock_guard lock(mutex_);
+  for (const auto& [bytes, blocks] : free_) {
+    for (const void* block : blocks) {
+      const auto* begin = static_cast<const std::byte*>(block);
+      if (at >= begin && at < begin + bytes) return true;
+    }
+  }
+  return false;
+}
+
 size_t PagePool::bytes_kept() const {
   std::lock_guard lock(mutex_);
   return kept_;

@@ -21,6 +21,8 @@ class PagePool final : public Allocator {
   void* allocate(size_t num_bytes) override;
   void deallocate(void* data, size_t num_bytes) noexcept override;
 
+  /// Whether `data` lies in a block that was given back and not handed out again.
+  bool keeps(const void* data) const;
   size_t bytes_kept() const;
   size_t num_mapped() const;  ///< blocks that had to be made
 

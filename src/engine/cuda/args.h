@@ -20,22 +20,25 @@ struct Team {
 };
 
 /// Where a wait stood when it gave up; in host-visible memory, written once (kState last).
-struct WaitRecord {
+struct DeviceRecord {
   /// 0: none; 1: a wait expired, the Buffer is aborted; else one call failed on all ranks: 2: ranks disagree about facts, 3: a rank
   /// refused, 4: an id is out of range (value) at token `expected`, entry k.
   uint64_t state = 0;
-  int32_t peer = -1, lane = 0, phase = 0, k = 0;
+  int32_t finder = -1, peer = -1, lane = 0, call = 0, phase = 0, k = 0;
   int64_t epoch = 0, expected = 0, seen = 0, value = 0;
 };
 
-/// Phases of a call, for WaitRecord::phase; text in engine.cc.
+/// In the page of the arena's status word: why whoever gave up did so.
+inline constexpr size_t kAbortRecordOffset = 128;
+
+/// Phases of a call, for DeviceRecord::phase; text in engine.cc.
 enum class Phase : int32_t { counts = 1, offer, meta, rows, partials, local_blocks, low_latency_rows, low_latency_partials };
 
 /// Host memory that the device reads and writes (pinned and mapped), one per Buffer.
 struct HostWords {
   uint64_t abort = 0;  ///< set by the host: stop waiting (a process died, another rank aborted)
   uint64_t status = 0; ///< set by kernels once the Buffer is aborted: what user code and check() look at
-  WaitRecord record;
+  DeviceRecord record;
 };
 
 /// Per Buffer, in this GPU's memory. Words that kernels read when they start, so that no argument changes between replays.

@@ -11,6 +11,8 @@ cudaError_t prepare_plan();
 cudaError_t prepare_admit();
 cudaError_t prepare_move();
 cudaError_t prepare_combine();
+cudaError_t prepare_move_bulk();
+cudaError_t prepare_combine_bulk();
 
 /// Steps of a group in the plan kernel; 0: too many experts for this GPU's shared memory.
 int plan_groups(int num_ranks, int num_experts);
@@ -22,5 +24,8 @@ cudaError_t launch_admit(const DispatchArgs& args, int blocks, cudaStream_t stre
 /// `send` and `receive` may be parts of different kernels of one call.
 cudaError_t launch_move(const DispatchArgs& args, bool send, bool receive, int blocks, cudaStream_t stream);
 cudaError_t launch_combine(const CombineArgs& args, bool send, bool receive, int blocks, cudaStream_t stream);
+/// The same where can_move_bulk and can_combine_bulk (throughput/bulk.h) say that they can: the launches above use them.
+cudaError_t launch_move_bulk(const DispatchArgs& args, bool send, bool receive, int blocks, cudaStream_t stream);
+cudaError_t launch_combine_bulk(const CombineArgs& args, int blocks, cudaStream_t stream);
 
 }  // namespace turnout::engine::cuda

@@ -80,7 +80,8 @@ struct Arena {
   TURNOUT_HOST_DEVICE constexpr size_t channel_at(int lane, int copy, int source, int channel) const {
     return channels + (index(lane, copy, source) * kMaxChannels + static_cast<size_t>(channel)) * 8;
   }
-  /// 64-bit signal of the i-th row that `source` sends here: epoch << 32 | what the call says (dispatch: 0; combine: 0).
+  /// 64-bit signal of the i-th row that `source` sends here: epoch << 32 | what the call says (dispatch: 0; combine: the
+  /// first 32 bits of the record's mask).
   TURNOUT_HOST_DEVICE constexpr size_t row_at(int lane, int copy, int source, int64_t i) const {
     return rows + (index(lane, copy, source) * static_cast<size_t>(max_tokens) + static_cast<size_t>(i)) * 8;
   }
@@ -113,5 +114,7 @@ struct Offer {
   uint32_t rows;      ///< the block has room for so many
   uint32_t channels;  ///< blocks of the sender that will announce their rows one by one (rank_major, straight to the lease)
 };
+/// Offer::rows of a rank that refused the call after its header.
+inline constexpr uint32_t kRefusedOffer = 0xffffffffu;
 
 }  // namespace turnout::engine::cuda

@@ -4,6 +4,7 @@
 #include "engine/cuda/device/chunk.cuh"
 #include "engine/cuda/device/dispatch.cuh"
 #include "engine/cuda/kernels.h"
+#include "engine/cuda/throughput/bulk.h"
 
 namespace turnout::engine::cuda {
 namespace {
@@ -153,6 +154,7 @@ __global__ void __launch_bounds__(kThreads, 1) move_kernel(const __grid_constant
 }  // namespace
 
 cudaError_t launch_move(const DispatchArgs& a, bool send, bool receive, int blocks, cudaStream_t stream) {
+  if (can_move_bulk(a)) return launch_move_bulk(a, send, receive, blocks, stream);
   if (send && receive) move_kernel<true, true><<<blocks, kThreads, 0, stream>>>(a);
   else if (send) move_kernel<true, false><<<blocks, kThreads, 0, stream>>>(a);
   else move_kernel<false, true><<<blocks, kThreads, 0, stream>>>(a);
@@ -164,7 +166,7 @@ cudaError_t prepare_move() {
                              reinterpret_cast<const void*>(move_kernel<false, true>)}) {
     if (const cudaError_t bad = cudaFuncGetAttributes(&unused, kernel)) return bad;
   }
-  return cudaSuccess;
+  return prepare_move_bulk();
 }
 
 }  // namespace turnout::engine::cuda

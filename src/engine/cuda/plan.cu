@@ -50,7 +50,7 @@ __device__ __forceinline__ Step step_of(const DispatchArgs& a, int chunk, int i,
 }
 
 __device__ void tell_bad_id(const DispatchArgs& a, int64_t i, uint32_t epoch) {
-  WaitRecord r{};
+  DeviceRecord r{};
   r.state = 4;
   r.peer = a.common.team.rank;
   r.epoch = epoch;
@@ -432,7 +432,10 @@ __global__ void __launch_bounds__(128, 1) hello_kernel(const __grid_constant__ C
   if (threadIdx.x == 0) fill_facts(c, call.epoch, refused, 0, &facts);
   __syncthreads();
   send_header(c, call, HeaderInts::kRows, [&](int, int i) { return facts.words[i]; });
-  if (!refused) {
+  if (refused) {
+    // A peer that has had a header of this call already (exact size) sees it in the offer.
+    for (int d = static_cast<int>(threadIdx.x); d < c.team.num_ranks; d += static_cast<int>(blockDim.x)) send_offer(c, call, d, 0, kRefusedOffer, 0);
+  } else {
     for (int d = static_cast<int>(threadIdx.x); d < c.team.num_ranks; d += static_cast<int>(blockDim.x)) send_offer(c, call, d, block, block_rows, channels);
     receive_headers(c, call, HeaderInts::kRows, &facts, [](int, int, uint32_t) {});
   }

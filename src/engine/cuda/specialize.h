@@ -26,12 +26,9 @@ struct MoveShape {
   int workers = 1, work_ring = 2;  ///< warps that lay rows out
 };
 
-/// Default number of SMs of a call where the user names none.
-struct DefaultSms {
-  static constexpr int kStraight = 16;   ///< 14 to 16 saturate the link, and 20 to 64 are slower
-  static constexpr int kExpand = 132;    ///< limited by stores: about one for each 50 GB/s of expansion
-  static constexpr int kCombine = 132;
-};
+/// SMs of a move kernel where the user names no number: straight rows saturate the link with 14 to 16, and 20 to 64 are slower; a
+/// layout by experts is limited by its own stores, about one SM for each 50 GB/s of them.
+inline int default_move_sms(const DispatchArgs& a) { return a.straight ? 16 : 132; }
 
 /// Warps that issue bulk copies: one issues a row in about 0.5 us.
 inline int issuing_warps(int row_bytes) { return row_bytes >= 12000 ? 1 : row_bytes >= 9000 ? 2 : row_bytes >= 3000 ? 4 : 8; }

@@ -69,7 +69,8 @@ size_t round_up(size_t num_bytes) {
 
 class HostWindow final : public WindowBase {
  public:
-  HostWindow(Bootstrap& bootstrap, const std::vector<RankGpu>& gpus, size_t num_bytes) : WindowBase(bootstrap, gpus, num_bytes), pinned_(gpus.size()) {
+  HostWindow(Bootstrap& bootstrap, const std::vector<RankGpu>& gpus, size_t num_bytes)
+      : WindowBase(bootstrap, gpus, num_bytes), pinned_(gpus.size()) {
     const size_t size = round_up(std::max(num_bytes, probe_bytes(static_cast<int>(gpus.size()))));
     auto memory = share(size);
     const std::string step = "cuda_host: own", next = "cuda_host: others";

@@ -14,7 +14,9 @@ namespace {
 
 /// A handle opens the driver's whole block, so nobody else's memory may lie in it.
 constexpr size_t kBlock = size_t{2} << 20;
-constexpr size_t round_up(size_t num_bytes) { return num_bytes > SIZE_MAX - kBlock ? SIZE_MAX / kBlock * kBlock : (num_bytes + kBlock - 1) / kBlock * kBlock; }
+constexpr size_t round_up(size_t num_bytes) {
+  return num_bytes > SIZE_MAX - kBlock ? SIZE_MAX / kBlock * kBlock : (num_bytes + kBlock - 1) / kBlock * kBlock;
+}
 
 /// Memory of this process.
 class Malloc {

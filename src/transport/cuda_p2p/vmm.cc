@@ -35,7 +35,8 @@ class Allocation {
     where.location.id = device;
     if (for_processes) where.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
     CUmemGenericAllocationHandle handle = 0;
-    check(driver().mem_create(&handle, num_bytes, &where, 0), "allocating " + std::to_string(num_bytes) + " bytes of device " + std::to_string(device));
+    check(driver().mem_create(&handle, num_bytes, &where, 0),
+          "allocating " + std::to_string(num_bytes) + " bytes of device " + std::to_string(device));
     return Allocation(handle);
   }
   static Allocation import(const Descriptor& file, int rank) {

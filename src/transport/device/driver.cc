@@ -1,3 +1,4 @@
+// Entry points, errors, and the current device.
 #include "transport/device/driver.h"
 
 #include <map>
@@ -14,8 +15,9 @@ namespace {
   if (const size_t slash = file.rfind('/'); slash != file.npos) file.remove_prefix(slash + 1);
   std::string text = "cuda: " + std::string(what) + ": " + std::string(reason) + " (" + std::string(file) + ":" + std::to_string(place.line()) + ")";
   if (out_of_memory) {
-    text += "; free memory of the GPU, leave more to this process (torch: set_per_process_memory_fraction, or empty_cache before), or make the "
-            "Buffer smaller (receive_bytes, max_tokens_per_rank)";
+    text +=
+        "; free memory of the GPU, leave more to this process (torch: set_per_process_memory_fraction, or empty_cache before), or make the "
+        "Buffer smaller (receive_bytes, max_tokens_per_rank)";
   }
   throw TransportError(text);
 }
@@ -83,7 +85,8 @@ void check(CUresult result, std::string_view what, std::source_location place) {
   const char *name = nullptr, *text = nullptr;
   driver().get_error_name(result, &name);
   driver().get_error_string(result, &text);
-  fail(what, std::string(text ? text : "unknown error") + " (" + (name ? name : std::to_string(result)) + ")", result == CUDA_ERROR_OUT_OF_MEMORY, place);
+  fail(what, std::string(text ? text : "unknown error") + " (" + (name ? name : std::to_string(result)) + ")", result == CUDA_ERROR_OUT_OF_MEMORY,
+       place);
 }
 
 CurrentDevice::CurrentDevice(int device) {

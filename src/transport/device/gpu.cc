@@ -1,3 +1,4 @@
+// The card as the runtime tells of it; UUIDs, because ordinals differ between processes.
 #include "transport/device/gpu.h"
 
 #include <sys/random.h>
@@ -176,8 +177,9 @@ std::string device_reason(int device) {
   const int major = attribute(cudaDevAttrComputeCapabilityMajor, device), minor = attribute(cudaDevAttrComputeCapabilityMinor, device);
   if (has_code(TURNOUT_CUDA_ARCHITECTURES, major, minor)) return "";
   const std::string number = std::to_string(major) + std::to_string(minor);
-  return "device " + std::to_string(device) + " is sm_" + number + ", but this library has code for " TURNOUT_CUDA_ARCHITECTURES
-         " only: build with -DCMAKE_CUDA_ARCHITECTURES=" + number + " (or TORCH_CUDA_ARCH_LIST=" + std::to_string(major) + "." + std::to_string(minor) + ")";
+  return "device " + std::to_string(device) + " is sm_" + number +
+         ", but this library has code for " TURNOUT_CUDA_ARCHITECTURES " only: build with -DCMAKE_CUDA_ARCHITECTURES=" + number +
+         " (or TORCH_CUDA_ARCH_LIST=" + std::to_string(major) + "." + std::to_string(minor) + ")";
 }
 
 std::string peer_reason(const std::vector<RankGpu>& gpus, int rank, int peer) {

@@ -8,14 +8,14 @@ namespace turnout::transport::device {
 
 /// What each rank says of its GPU and process, so that all choose alike.
 struct RankGpu {
-  std::string uuid;       ///< names the GPU (or the MIG slice) on this machine, in every process
-  std::string name;       ///< "NVIDIA H200"
-  std::string bus;        ///< "0000:1a:00"
-  std::string process;    ///< equal for ranks that are threads of one process
-  int device = 0;         ///< its ordinal in that process
-  bool has_vmm = false;   ///< the driver's virtual memory management
-  bool has_fd = false;    ///< ... shared between processes by descriptors
-  size_t granularity = 0; ///< of allocations, where there is VMM
+  std::string uuid;        ///< names the GPU (or the MIG slice) on this machine, in every process
+  std::string name;        ///< "NVIDIA H200"
+  std::string bus;         ///< "0000:1a:00"
+  std::string process;     ///< equal for ranks that are threads of one process
+  int device = 0;          ///< its ordinal in that process
+  bool has_vmm = false;    ///< the driver's virtual memory management
+  bool has_fd = false;     ///< ... shared between processes by descriptors
+  size_t granularity = 0;  ///< of allocations, where there is VMM
 
   std::string to_string() const { return name + " at " + bus; }
 };

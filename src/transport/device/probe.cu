@@ -1,3 +1,4 @@
+// One kernel of one thread per peer: a window is opened rarely.
 #include <cstdint>
 #include <string>
 

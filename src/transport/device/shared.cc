@@ -1,3 +1,4 @@
+// Agreement and the facts of a group of GPUs.
 #include "transport/device/shared.h"
 
 #include <algorithm>
@@ -24,7 +25,8 @@ bool WindowBase::has_strangers() const {
 std::vector<int> WindowBase::devices_of_this_process() const {
   std::vector<int> devices;
   for (size_t rank = 0; rank < gpus_.size(); ++rank) {
-    if (in_this_process(rank) && std::find(devices.begin(), devices.end(), gpus_[rank].device) == devices.end()) devices.push_back(gpus_[rank].device);
+    if (in_this_process(rank) && std::find(devices.begin(), devices.end(), gpus_[rank].device) == devices.end())
+      devices.push_back(gpus_[rank].device);
   }
   return devices;
 }

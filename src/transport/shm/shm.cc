@@ -18,8 +18,8 @@
 #include <vector>
 
 #include "transport/agree.h"
-#include "transport/doorbell.h"
 #include "transport/descriptor.h"
+#include "transport/doorbell.h"
 
 namespace turnout::transport {
 

@@ -61,7 +61,7 @@ __device__ __forceinline__ bool receive_headers(const Common& c, Call call, int 
       if (at >= num_ints) break;
       // A refusal is told apart from a difference: the refuser may not know all facts.
       if (at == HeaderInts::kRefused && p[j] != 0) {
-        WaitRecord r{};
+        DeviceRecord r{};
         r.state = 3;
         r.peer = source;
         r.epoch = call.epoch;
@@ -73,7 +73,7 @@ __device__ __forceinline__ bool receive_headers(const Common& c, Call call, int 
         const auto* second = reinterpret_cast<const uint4*>(c.team.base[c.team.rank] + c.arena.header_at(c.lane, call.copy, source));
         uint4 first_word;
         if (wait_word(c, Phase::counts, source, call.epoch, false, second, &first_word) && first_word.z == 0) {
-          WaitRecord r{};
+          DeviceRecord r{};
           r.state = 2;
           r.peer = source;
           r.epoch = call.epoch;
@@ -96,6 +96,14 @@ __device__ __forceinline__ bool wait_offer(const Common& c, Call call, int rank,
   uint4 w{};
   const bool came = wait_word(c, Phase::offer, rank, call.epoch, false, from, &w);
   *offer = {w.x, w.y, w.z};
+  if (came && w.y == kRefusedOffer) {
+    DeviceRecord r{};
+    r.state = 3;
+    r.peer = rank;
+    r.epoch = call.epoch;
+    fail_call(c, r);
+    return false;
+  }
   return came;
 }
 __device__ __forceinline__ std::byte* offered_block(const Common& c, int rank, const Offer& offer) {

@@ -1,6 +1,8 @@
 // Work handed out by tickets, in runs that shrink towards the end: blocks do not get equal shares of a link, so equal shares of the
 // rows would leave all waiting for the slowest. Who does an item changes from call to call; what is done does not.
 #pragma once
+#include <climits>
+
 #include "engine/cuda/device/rows.cuh"
 
 namespace turnout::engine::cuda {
@@ -29,6 +31,9 @@ class Tickets {
     }
     return __shfl_sync(kFull, item, 0);
   }
+
+  /// The item that take() would give, INT_MAX after the last. The whole warp calls it.
+  __device__ int peek() const { return __shfl_sync(kFull, current_ < total_ ? current_ : INT_MAX, 0); }
 
  private:
   __device__ void ask() {

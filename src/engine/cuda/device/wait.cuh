@@ -9,14 +9,18 @@ namespace turnout::engine::cuda {
 /// The arena's status word: written by any rank that gives up; the Buffer is aborted while it is above control->generation.
 __device__ __forceinline__ uint64_t* status_of(const Common& c, int rank) { return reinterpret_cast<uint64_t*>(c.team.base[rank] + c.arena.status); }
 
-__device__ __forceinline__ bool is_aborted(const Common& c) { return load_relaxed(status_of(c, c.team.rank)) > c.control->generation; }
+__device__ __forceinline__ bool is_aborted(const Common& c) {
+  const uint64_t status = load_relaxed(status_of(c, c.team.rank));
+  if (status <= c.control->generation) return false;
+  *reinterpret_cast<volatile uint64_t*>(&c.host->status) = status;  // the host sees only its own words
+  return true;
+}
 
-/// One record is enough: the first to claim it writes it.
-__device__ inline void write_record(const Common& c, const WaitRecord& why) {
-  if (atomicCAS_system(reinterpret_cast<unsigned long long*>(&c.host->record.state), 0ull, ~0ull) != 0ull) return;
-  volatile WaitRecord* r = &c.host->record;
+__device__ inline void copy_record(const Common& c, const DeviceRecord& why, volatile DeviceRecord* r) {
+  r->finder = c.team.rank;
   r->peer = why.peer;
   r->lane = c.lane;
+  r->call = static_cast<int32_t>(c.facts.kind);
   r->phase = why.phase;
   r->k = why.k;
   r->epoch = why.epoch;
@@ -28,17 +32,27 @@ __device__ inline void write_record(const Common& c, const WaitRecord& why) {
   __threadfence_system();
 }
 
-/// A wait has expired: everybody stops. The record comes first, then the status words.
-__device__ inline void give_up(const Common& c, const WaitRecord& why) {
-  write_record(c, why);
+/// One record is enough: the first to claim it writes it. False: somebody has.
+__device__ inline bool write_record(const Common& c, const DeviceRecord& why) {
+  if (atomicCAS_system(reinterpret_cast<unsigned long long*>(&c.host->record.state), 0ull, ~0ull) != 0ull) return false;
+  copy_record(c, why, &c.host->record);
+  return true;
+}
+
+/// A wait has expired: everybody stops. Records come first, then the status words.
+__device__ inline void give_up(const Common& c, const DeviceRecord& why) {
+  const bool first = write_record(c, why);
   const uint64_t next = c.control->generation + 1;
-  for (int r = 0; r < c.team.num_ranks; ++r) store_relaxed(status_of(c, r), next);
+  for (int r = 0; r < c.team.num_ranks; ++r) {
+    if (first && r != c.team.rank) copy_record(c, why, reinterpret_cast<DeviceRecord*>(c.team.base[r] + c.arena.status + kAbortRecordOffset));
+    store_release(status_of(c, r), next);
+  }
   __threadfence_system();
   *reinterpret_cast<volatile uint64_t*>(&c.host->status) = next;
 }
 
 /// This call fails, here as on all other ranks, and the next ones do not: kernels of the call do nothing more.
-__device__ inline void fail_call(const Common& c, const WaitRecord& why) {
+__device__ inline void fail_call(const Common& c, const DeviceRecord& why) {
   write_record(c, why);
   *reinterpret_cast<volatile uint32_t*>(&c.lane_control->failed) = static_cast<uint32_t>(why.epoch);
   __threadfence();
@@ -102,7 +116,7 @@ __device__ __forceinline__ bool wait_until(const Common& c, Phase phase, int pee
       return false;
     }
     if (now - start > limit) {
-      WaitRecord r{};
+      DeviceRecord r{};
       r.state = 1;
       r.peer = peer;
       r.phase = static_cast<int32_t>(phase);

@@ -1,7 +1,8 @@
 // The one function that libturnout_cuda.so shows.
 #include "transport/cuda_table.h"
+
+#include "transport/cuda_open.h"
 #include "transport/device/gpu.h"
-#include "transport/device/open.h"
 
 extern "C" __attribute__((visibility("default"))) const turnout::transport::CudaTable* turnout_cuda() {
   namespace device = turnout::transport::device;
@@ -13,6 +14,7 @@ extern "C" __attribute__((visibility("default"))) const turnout::transport::Cuda
     t.describe = device::describe;
     t.device_reason = device::device_reason;
     t.open_device_window = device::open;
+    t.set_log_callback = turnout::util::set_log_callback;
     return t;
   }();
   return &table;

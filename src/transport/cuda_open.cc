@@ -1,5 +1,5 @@
 // Ways to share memory, best first; each is tried by all ranks together and refused by all alike.
-#include "transport/device/open.h"
+#include "transport/cuda_open.h"
 
 #include <functional>
 #include <utility>
@@ -10,7 +10,6 @@
 #include "transport/device/driver.h"
 #include "transport/device/gpu.h"
 #include "transport/device/shared.h"
-#include "util/env.h"
 #include "util/log.h"
 
 namespace turnout::transport::device {
@@ -80,15 +79,14 @@ std::vector<Way> ways(const std::string& transport, const std::string& memory) {
 
 }  // namespace
 
-std::unique_ptr<DeviceWindow> open(Bootstrap& bootstrap, const std::string& name, int device, size_t num_bytes) {
+std::unique_ptr<DeviceWindow> open(Bootstrap& bootstrap, const std::string& name, const std::string& memory, int device, size_t num_bytes) {
   if (name != "auto" && name != "cuda_p2p" && name != "cuda_host") {
     throw InvalidArgument("device transport '" + name + "' is unknown; there are auto, cuda_p2p, cuda_host");
   }
-  const std::string asked = name == "auto" ? util::env().device_transport : name;
-  const std::string facts = asked + " (TURNOUT_DEVICE_MEMORY=" + util::env().device_memory + ")";
+  const std::string facts = name + " (TURNOUT_DEVICE_MEMORY=" + memory + ")";
   const Request request{bootstrap, gather(bootstrap, facts, device), num_bytes};
   std::string reasons;
-  for (const Way way : ways(asked, util::env().device_memory)) {
+  for (const Way way : ways(name, memory)) {
     try {
       return way(request);
     } catch (const Refused& refused) {

@@ -1,3 +1,4 @@
+// How libturnout_cuda.so opens device windows.
 #pragma once
 #include <memory>
 #include <string>
@@ -7,6 +8,6 @@
 namespace turnout::transport::device {
 
 /// open_device_window() once every rank has the library and its GPU is known to be there.
-std::unique_ptr<DeviceWindow> open(Bootstrap& bootstrap, const std::string& name, int device, size_t num_bytes);
+std::unique_ptr<DeviceWindow> open(Bootstrap& bootstrap, const std::string& name, const std::string& memory, int device, size_t num_bytes);
 
 }  // namespace turnout::transport::device

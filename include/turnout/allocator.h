@@ -1,0 +1,22 @@
+// Allocator: where results that are not leases live.
+#pragma once
+#include <cstddef>
+
+#include "turnout/visibility.h"
+
+namespace turnout {
+inline namespace v0 {
+
+/// Memory for results that are not leases. The default keeps pages it has touched and hands them out again.
+/// REQUIRES: calls may come from any thread. allocate() throws std::bad_alloc or TransportError. Where the size of a result is known
+/// before anything is sent (combine, and dispatch with a capacity or a handle) that refuses the call on all ranks; later it
+/// aborts the Buffer on all ranks, the others raising PeerFailed with the reason.
+class TURNOUT_API Allocator {
+ public:
+  virtual ~Allocator();
+  virtual void* allocate(size_t num_bytes) = 0;
+  virtual void deallocate(void* data, size_t num_bytes) noexcept = 0;
+};
+
+}  // namespace v0
+}  // namespace turnout

@@ -1,0 +1,177 @@
+// A combine on a GPU, and the ends of pending calls.
+#include <algorithm>
+
+#include "core/sum_tree.h"
+#include "engine/cuda/engine.h"
+#include "engine/cuda/kernels.h"
+#include "engine/cuda/pending.h"
+#include "transport/device/driver.h"
+
+namespace turnout::engine::cuda {
+
+using transport::device::check;
+using transport::device::CurrentDevice;
+
+namespace {
+
+int64_t up(int64_t n, int64_t to) { return core::align_up(n, to); }
+
+/// The record of a partial sum: elements (and scales) in the form of the wire, scalars, mask.
+void shape_record(CombineArgs& a) {
+  const core::WireForm form = core::wire_form(a.wire, a.dtype);
+  const auto size = static_cast<int64_t>(size_of(form.dtype));
+  a.wire_row_bytes = form.block_scaled ? (a.hidden + 3) / 4 * 4 + form.num_scales(a.hidden) * 4 : a.hidden * size;
+  a.rows_per_record = a.wire == Wire::rows ? a.num_topk : 1;
+  a.wire_row_stride = up(a.wire_row_bytes, 16);
+  a.side_offset = a.rows_per_record * a.wire_row_stride;
+  const int64_t scalars = (a.side ? a.num_topk : 0) + (a.wire == Wire::rows && a.apply != CombineWeights::none ? a.num_topk : 0);
+  // Weights lie behind the places of the side scalars, whether there are any or not.
+  a.mask_offset = up(a.side_offset + (scalars ? 2 * a.num_topk * 4 : 0), 8);
+  a.record_bytes = up(a.mask_offset + 8, 128);
+}
+
+}  // namespace
+
+std::unique_ptr<DevicePending> Engine::combine(const turnout::CombineArgs& args, const CallFacts& facts, const RoutingFacts& routing,
+                                               std::shared_ptr<const DeviceRouting> handle, bool receive_now) {
+  CurrentDevice current(device_);
+  std::lock_guard lock(mutex_);
+  raise_failure();
+  const auto stream = static_cast<cudaStream_t>(args.stream.native);
+  auto pending = std::make_unique<PendingCall>(shared_from_this(), args.lane, stream);
+  pending->routing = std::static_pointer_cast<const RoutingMemory>(handle);
+  CombineArgs& a = pending->combine;
+  a.common = common(args.lane, facts, 0, true);
+  a.common.facts.generation = pending->routing->generation;
+  a.y = static_cast<const std::byte*>(args.y.data);
+  const auto last = static_cast<size_t>(args.y.ndim - 1);
+  a.y_stride = args.y.strides[last - 1] * static_cast<int64_t>(size_of(args.y.dtype));
+  a.dtype = args.y.dtype;
+  a.hidden = args.y.shape[last];
+  a.wire = args.wire;
+  a.apply = args.apply;
+  if (args.weights.defined()) a.weights = args.weights.data, a.weights_are_bf16 = args.weights.dtype == DType::bf16;
+  if (args.side.defined()) a.side = args.side.as<const float>();
+  a.layout = routing.layout;
+  a.capacity = routing.capacity;
+  a.num_tokens = routing.num_tokens;
+  a.num_topk = routing.num_topk;
+  a.routing = pending->routing->view;
+  a.node_of_rank = topology_.num_nodes() > 1 ? node_of_rank_ : nullptr;
+  a.flags = lanes_[static_cast<size_t>(args.lane)].flags;
+  shape_record(a);
+  // Room for what may come back: known for exact size, else each token from as many ranks as it can have gone to.
+  const int64_t records = pending->routing->sent_total >= 0 ? pending->routing->sent_total : a.num_tokens * std::min(num_ranks_, a.num_topk);
+  a.block_rows = records;
+  const std::optional<Lease> lease = shared_->region.take(static_cast<size_t>(records * a.record_bytes), stream);
+  if (!lease) {
+    throw InvalidArgument("combine: partial sums need " + std::to_string(records * a.record_bytes) + " bytes of the receive region, which has " +
+                          std::to_string(shared_->region.num_bytes()) + " bytes, " + std::to_string(shared_->region.largest_gap()) +
+                          " of them free in one piece: release results, or make the Buffer with a larger receive_bytes");
+  }
+  pending->block = std::make_shared<Hold>(shared_, *lease);
+  a.block = lease->block.offset;
+  // The result: rows, num_lost, scalars.
+  const int64_t row_bytes = a.hidden * static_cast<int64_t>(size_of(a.dtype));
+  a.out_stride = up(row_bytes, 16);
+  const int64_t x_bytes = args.out.defined() ? 0 : up(a.num_tokens * a.out_stride, 128);
+  const int64_t lost_bytes = up(a.num_tokens * 4, 128), side_bytes = a.side ? a.num_tokens * a.num_topk * 4 : 0;
+  pending->result = std::make_shared<Hold>(shared_, shared_->results, static_cast<size_t>(std::max<int64_t>(x_bytes + lost_bytes + side_bytes, 128)), stream);
+  std::byte* base = pending->result->data();
+  a.out = base;
+  if (args.out.defined()) {
+    a.out = static_cast<std::byte*>(args.out.data);
+    a.out_stride = args.out.strides[0] * static_cast<int64_t>(size_of(args.out.dtype));
+  }
+  a.num_lost = reinterpret_cast<int32_t*>(base + x_bytes);
+  a.out_side = a.side ? reinterpret_cast<float*>(base + x_bytes + lost_bytes) : nullptr;
+
+  LaneState& lane = lanes_[static_cast<size_t>(args.lane)];
+  check(launch_combine(a, true, receive_now, blocks(num_sms_), stream), "combine kernel");
+  ++lane.num_sends;
+  ++lane.outstanding;
+  pending->epoch = lane.num_sends;
+  pending->receives_now = receive_now;
+  a.common.last_of_send = false;
+  return pending;
+}
+
+void PendingCall::join() {
+  std::lock_guard lock(engine_->mutex_);
+  --engine_->lanes_[static_cast<size_t>(lane)].outstanding;
+}
+
+void PendingCall::receive_on(cudaStream_t side) {
+  cudaEvent_t sent = nullptr;
+  check(cudaEventCreateWithFlags(&sent, cudaEventDisableTiming), "cudaEventCreate");
+  check(cudaEventCreateWithFlags(&received, cudaEventDisableTiming), "cudaEventCreate");
+  check(cudaEventRecord(sent, stream), "cudaEventRecord");
+  check(cudaStreamWaitEvent(side, sent, 0), "cudaStreamWaitEvent");
+  cudaEventDestroy(sent);
+  // The epoch has been advanced by the sending part.
+  dispatch.common.back = 1;
+  if (!dispatch.cached) check(launch_admit(dispatch, engine_->blocks(32), side), "admit kernel");
+  check(launch_move(dispatch, false, true, engine_->blocks(dispatch.move_blocks), side), "move kernel");
+  check(cudaEventRecord(received, side), "cudaEventRecord");
+}
+
+DeviceDispatch PendingCall::finish_dispatch() {
+  CurrentDevice current(engine_->device_);
+  join();
+  DispatchArgs& a = dispatch;
+  if (received) {
+    check(cudaStreamWaitEvent(stream, received, 0), "cudaStreamWaitEvent");
+    cudaEventDestroy(received);
+    received = nullptr;
+  } else if (!receives_now) {
+    a.common.back = static_cast<int>(engine_->lanes_[static_cast<size_t>(lane)].num_sends - epoch) + 1;
+    if (!a.cached) check(launch_admit(a, engine_->blocks(32), stream), "admit kernel");
+    check(launch_move(a, false, true, engine_->blocks(a.move_blocks), stream), "move kernel");
+  }
+  DeviceDispatch out;
+  struct Keep {
+    std::shared_ptr<Hold> result, counters;
+    std::shared_ptr<const RoutingMemory> routing;
+  };
+  out.memory = std::make_shared<Keep>(Keep{result, counters, routing});
+  out.routing = routing;
+  out.x = a.out_x;
+  out.x_stride = a.out_stride;
+  out.x_scales = a.out_scales;
+  for (int s = 0; s < a.num_side; ++s) out.side.push_back(a.side[s].out);
+  out.array_rows = a.result_rows;
+  out.num_rows = routing->num_rows;
+  out.num_pairs = routing->num_pairs;
+  const Routing& r = routing->view;
+  out.topk_idx = r.recv_idx;
+  out.topk_weights = a.layout == Layout::rank_major ? r.recv_weights : r.row_weights;
+  out.num_rows_at = r.num_rows;
+  out.num_dropped_at = r.num_dropped;
+  out.expert_counts = r.expert_counts;
+  out.expert_offsets = r.expert_offsets;
+  out.sorted_rows = r.sorted_rows;
+  out.arrived = a.arrived;
+  out.is_lease = result->is_lease();
+  block.reset();
+  return out;
+}
+
+DeviceCombine PendingCall::finish_combine() {
+  CurrentDevice current(engine_->device_);
+  join();
+  CombineArgs& a = combine;
+  if (!receives_now) {
+    a.common.back = static_cast<int>(engine_->lanes_[static_cast<size_t>(lane)].num_sends - epoch) + 1;
+    check(launch_combine(a, false, true, engine_->blocks(engine_->num_sms_), stream), "combine kernel");
+  }
+  DeviceCombine out;
+  out.memory = result;
+  out.x = a.out;
+  out.x_stride = a.out_stride;
+  out.side = a.out_side;
+  out.num_lost = a.num_lost;
+  block.reset();
+  return out;
+}
+
+}  // namespace turnout::engine::cuda

@@ -1,0 +1,316 @@
+// A dispatch on a GPU: memory is found, arguments become those of the kernels, kernels are launched.
+#include <algorithm>
+#include <chrono>
+
+#include "engine/cuda/engine.h"
+#include "engine/cuda/kernels.h"
+#include "engine/cuda/pending.h"
+#include "engine/cuda/specialize.h"
+#include "engine/cuda/throughput/bulk.h"
+#include "transport/device/driver.h"
+
+namespace turnout::engine::cuda {
+
+using transport::device::check;
+using transport::device::CurrentDevice;
+
+namespace {
+
+int64_t up(int64_t n, int64_t to) { return core::align_up(n, to); }
+
+/// Offsets of the arrays of a routing: first with no base, for the size; then with one.
+class Carver {
+ public:
+  explicit Carver(std::byte* base) : base_(base) {}
+  template <class T>
+  T* take(int64_t n) {
+    const int64_t here = at_;
+    at_ = up(at_ + n * static_cast<int64_t>(sizeof(T)), 128);
+    return base_ ? reinterpret_cast<T*>(base_ + here) : nullptr;
+  }
+  size_t num_bytes() const { return static_cast<size_t>(at_); }
+
+ private:
+  std::byte* base_;
+  int64_t at_ = 0;
+};
+
+size_t carve_source_side(Routing& r, std::byte* base, int64_t tokens, int topk, bool has_weights, int num_ranks, int num_local) {
+  Carver at(base);
+  const int64_t pairs = tokens * topk, ranks = num_ranks;
+  r.topk_idx = at.take<int32_t>(pairs);
+  r.topk_weights = has_weights ? at.take<float>(pairs) : nullptr;
+  r.dest = at.take<int32_t>(pairs);
+  r.send_index = at.take<int32_t>(pairs);
+  r.pair_index = at.take<int32_t>(pairs);
+  r.own_tokens = at.take<int32_t>(tokens);
+  r.rows = at.take<int32_t>(ranks * ranks);
+  r.send_begin = at.take<int32_t>(ranks);
+  r.sent = at.take<int32_t>(ranks);
+  r.send_offset = at.take<int32_t>(ranks + 1);
+  r.source_tokens = at.take<int32_t>(ranks);
+  r.recv_begin = at.take<int32_t>(ranks + 1);
+  r.record_begin = at.take<int32_t>(ranks);
+  r.expert_base = at.take<int32_t>(ranks * num_local);
+  r.expert_counts = at.take<int32_t>(num_local);
+  r.expert_offsets = at.take<int64_t>(num_local + 1);
+  r.cut = at.take<int32_t>(2);
+  r.num_rows = at.take<int64_t>(1);
+  r.num_dropped = at.take<int64_t>(1);
+  return at.num_bytes();
+}
+
+size_t carve_receive_side(Routing& r, std::byte* base, int64_t block_rows, int64_t result_rows, int topk, bool has_weights, Layout layout) {
+  Carver at(base);
+  const bool by_rank = layout == Layout::rank_major;
+  // rank_major hands its ids and weights out as results, as long as the row arrays are.
+  const int64_t rows = by_rank ? std::max(block_rows, result_rows) : block_rows;
+  r.recv_idx = at.take<int32_t>(rows * topk);
+  r.recv_weights = has_weights ? at.take<float>(rows * topk) : nullptr;
+  r.position = by_rank ? nullptr : at.take<int32_t>(rows * topk);
+  r.row_weights = !by_rank && has_weights ? at.take<float>(result_rows) : nullptr;
+  r.sorted_rows = by_rank ? at.take<int32_t>(rows * topk) : nullptr;
+  return at.num_bytes();
+}
+
+}  // namespace
+
+std::shared_ptr<RoutingMemory> Engine::new_routing(const turnout::DispatchArgs& args, cudaStream_t stream) const {
+  auto r = std::make_shared<RoutingMemory>();
+  const int64_t tokens = args.x.shape[0];
+  const auto topk = static_cast<int>(args.topk_idx.shape[1]);
+  const bool weights = args.topk_weights.defined();
+  const int local = num_local_[static_cast<size_t>(rank_)];
+  const size_t bytes = carve_source_side(r->view, nullptr, tokens, topk, weights, num_ranks_, max_local_);
+  r->source_side = std::make_shared<Hold>(shared_, shared_->own, bytes, stream);
+  carve_source_side(r->view, r->source_side->data(), tokens, topk, weights, num_ranks_, max_local_);
+  r->num_local = local;
+  r->generation = experts_hash_;
+  return r;
+}
+
+void Engine::add_receive_side(RoutingMemory& r, int64_t block_rows, int64_t result_rows, int num_topk, bool has_weights, Layout layout,
+                              cudaStream_t stream) const {
+  r.block_rows = block_rows;
+  r.result_rows = result_rows;
+  const size_t bytes = carve_receive_side(r.view, nullptr, block_rows, result_rows, num_topk, has_weights, layout);
+  r.receive_side = std::make_shared<Hold>(shared_, shared_->own, std::max<size_t>(bytes, 128), stream);
+  carve_receive_side(r.view, r.receive_side->data(), block_rows, result_rows, num_topk, has_weights, layout);
+}
+
+DispatchArgs Engine::dispatch_args(const turnout::DispatchArgs& args, const CallFacts& facts, const RoutingFacts& routing) const {
+  DispatchArgs a;
+  a.common = common(args.lane, facts, 0, false);
+  a.x = static_cast<const std::byte*>(args.x.data);
+  a.x_stride = args.x.strides[0] * static_cast<int64_t>(size_of(args.x.dtype));
+  a.num_tokens = args.x.shape[0];
+  a.num_topk = routing.num_topk;
+  a.has_weights = routing.has_weights;
+  a.cached = args.handle != nullptr;
+  if (!a.cached) {
+    a.topk_idx = args.topk_idx.data;
+    a.topk_weights = args.topk_weights.data;
+    a.ids_are_64 = args.topk_idx.dtype == DType::i64;
+    a.weights_are_bf16 = args.topk_weights.defined() && args.topk_weights.dtype == DType::bf16;
+  }
+  a.hidden = args.x.shape[1];
+  a.dtype = args.x.dtype;
+  a.quantize = args.quantize;
+  const bool quantised = args.quantize != Quantize::none;
+  a.x_bytes = quantised ? a.hidden : a.hidden * static_cast<int64_t>(size_of(a.dtype));
+  a.scale_bytes = quantised ? core::ceil_div(a.hidden, 128) * (args.quantize == Quantize::fp8_e4m3 ? 4 : 1) : 0;
+  a.x_block_stride = up(a.x_bytes, 128);
+  a.num_side = static_cast<int>(args.side.size());
+  for (size_t s = 0; s < args.side.size(); ++s) {
+    const TensorView& side = args.side[s];
+    a.side[s].src = static_cast<const std::byte*>(side.data);
+    a.side[s].src_stride = side.strides[0] * static_cast<int64_t>(size_of(side.dtype));
+    a.side[s].bytes = static_cast<int32_t>(side.shape[1] * static_cast<int64_t>(size_of(side.dtype)));
+  }
+  a.layout = routing.layout;
+  a.capacity = routing.capacity;
+  a.alignment = routing.alignment;
+  a.num_local = num_local_[static_cast<size_t>(rank_)];
+  const LaneState& lane = lanes_[static_cast<size_t>(args.lane)];
+  a.chunk_counts = lane.chunk_counts;
+  a.flags = lane.flags;
+  return a;
+}
+
+/// The block that peers write: rows, scales, side arrays, then ids, weights and positions.
+void Engine::place_block(DispatchArgs& a, int64_t rows, std::shared_ptr<Hold>* block, cudaStream_t stream) const {
+  int64_t at = 0;
+  const auto take = [&](int64_t bytes) {
+    const int64_t here = at;
+    at = up(at + bytes, 128);
+    return here;
+  };
+  a.block_rows = rows;
+  a.offsets.x = static_cast<size_t>(take(rows * a.x_block_stride));
+  a.offsets.scales = static_cast<size_t>(take(rows * a.scale_bytes));
+  for (int s = 0; s < a.num_side; ++s) a.side[s].block_offset_128 = static_cast<int32_t>(take(rows * a.side[s].bytes) / 128);
+  if (!a.cached) {
+    a.offsets.idx = static_cast<size_t>(take(rows * a.num_topk * 4));
+    a.offsets.weights = static_cast<size_t>(take(a.has_weights ? rows * a.num_topk * 4 : 0));
+    a.offsets.pair = static_cast<size_t>(take(rows * a.num_topk * 4));
+  }
+  a.offsets.num_bytes = static_cast<size_t>(at);
+  const std::optional<Lease> lease = shared_->region.take(static_cast<size_t>(at), stream);
+  if (!lease) {
+    throw InvalidArgument("dispatch: " + std::to_string(rows) + " rows need " + std::to_string(at) + " bytes of the receive region, which has " +
+                          std::to_string(shared_->region.num_bytes()) + " bytes, " + std::to_string(shared_->region.largest_gap()) +
+                          " of them free in one piece: release results, or make the Buffer with a larger receive_bytes");
+  }
+  *block = std::make_shared<Hold>(shared_, *lease);
+  a.block = lease->block.offset;
+}
+
+/// Where the rows of the result go, if not where they land.
+void Engine::place_result(const turnout::DispatchArgs& args, DispatchArgs& a, std::shared_ptr<Hold>* result, cudaStream_t stream) const {
+  const int64_t rows = a.result_rows;
+  int64_t at = 0;
+  const auto take = [&](int64_t bytes) {
+    const int64_t here = at;
+    at = up(at + bytes, 128);
+    return here;
+  };
+  a.out_stride = up(a.x_bytes, 128);
+  const int64_t x_at = take(args.out.defined() ? 0 : rows * a.out_stride);
+  const int64_t scales_at = take(rows * a.scale_bytes);
+  std::vector<int64_t> side_at;
+  for (int s = 0; s < a.num_side; ++s) side_at.push_back(take(rows * a.side[s].bytes));
+  std::optional<Lease> lease;
+  if (args.result != ResultKind::fresh && !args.out.defined()) lease = shared_->region.take(static_cast<size_t>(at), stream);
+  if (!lease && args.result == ResultKind::lease) {
+    throw InvalidArgument("dispatch: result=lease, but the receive region has no " + std::to_string(at) + " bytes free in one piece (" +
+                          std::to_string(shared_->region.largest_gap()) + " at most): release results, or make the Buffer with a larger receive_bytes");
+  }
+  *result = lease ? std::make_shared<Hold>(shared_, *lease) : std::make_shared<Hold>(shared_, shared_->results, static_cast<size_t>(std::max<int64_t>(at, 128)), stream);
+  std::byte* base = (*result)->data();
+  a.out_x = base + x_at;
+  a.out_scales = base + scales_at;
+  for (int s = 0; s < a.num_side; ++s) a.side[s].out = base + side_at[static_cast<size_t>(s)];
+  if (args.out.defined()) {
+    const auto last = static_cast<size_t>(args.out.ndim - 1);
+    a.out_x = static_cast<std::byte*>(args.out.data);
+    a.out_stride = args.out.strides[last - 1] * static_cast<int64_t>(size_of(args.out.dtype));
+  }
+}
+
+/// Exact: the host waits for the counts of all ranks.
+void Engine::wait_for_counts(DispatchArgs& a, RoutingMemory& r, int64_t* block_rows, cudaStream_t stream) {
+  const auto ranks = static_cast<size_t>(num_ranks_);
+  volatile int64_t* counts = counts_->host();
+  const size_t last = ranks * ranks + static_cast<size_t>(max_local_);
+  for (uint32_t i = 0; counts[last] == 0; ++i) {
+    if (i % 1024) continue;
+    raise_failure();
+    const cudaError_t e = cudaStreamQuery(stream);
+    if (e != cudaErrorNotReady) {
+      check(e, "dispatch");
+      raise_failure();
+      if (counts[last] == 0) throw_record();
+    }
+  }
+  int64_t rows = 0, pairs = 0, padded = 0, sent = 0;
+  for (size_t s = 0; s < ranks; ++s) rows += counts[s * ranks + static_cast<size_t>(rank_)];
+  for (size_t d = 0; d < ranks; ++d) sent += counts[static_cast<size_t>(rank_) * ranks + d];
+  for (int e = 0; e < r.num_local; ++e) {
+    const int64_t n = counts[ranks * ranks + static_cast<size_t>(e)];
+    pairs += n;
+    padded += up(n, a.alignment);
+  }
+  counts[last] = 0;
+  *block_rows = rows;
+  a.result_rows = a.layout == Layout::rank_major ? rows : padded;
+  r.num_rows = a.result_rows;
+  r.num_pairs = pairs;
+  r.sent_total = sent;
+}
+
+std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& args, const CallFacts& facts, const RoutingFacts& routing,
+                                                std::shared_ptr<const DeviceRouting> cached, bool receive_now) {
+  CurrentDevice current(device_);
+  std::lock_guard lock(mutex_);
+  raise_failure();
+  const auto stream = static_cast<cudaStream_t>(args.stream.native);
+  LaneState& lane = lanes_[static_cast<size_t>(args.lane)];
+  auto pending = std::make_unique<PendingCall>(shared_from_this(), args.lane, stream);
+  DispatchArgs& a = pending->dispatch;
+  a = dispatch_args(args, facts, routing);
+  std::shared_ptr<RoutingMemory> fresh;
+  int64_t rows = 0;
+  const int plan_blocks = blocks(kMaxChunks);
+  a.move_blocks = blocks(num_sms_);
+  bool planned = false;
+  if (cached) {
+    pending->routing = std::static_pointer_cast<const RoutingMemory>(cached);
+    a.common.facts.generation = pending->routing->generation;
+    rows = pending->routing->block_rows;
+    a.result_rows = pending->routing->result_rows;
+    a.num_local = pending->routing->num_local;
+  } else {
+    fresh = new_routing(args, stream);
+    pending->routing = fresh;
+    a.routing = fresh->view;
+    const int64_t most = config_.max_tokens_per_rank * num_ranks_;
+    if (a.capacity >= 0) {
+      rows = a.layout == Layout::expert_slab ? most : std::min(a.capacity, most);
+      a.result_rows = a.layout == Layout::expert_slab ? a.capacity * a.num_local : a.capacity;
+    } else {
+      if (capture_of(stream)) throw InvalidArgument("dispatch: size is exact, so the host must wait for counts, but the stream is being captured; give a capacity");
+      a.counts_for_host = counts_->device();
+      check(launch_plan(a, num_ranks_, config_.num_experts, plan_blocks, stream), "plan kernel");
+      planned = true;
+      wait_for_counts(a, *fresh, &rows, stream);
+      a.counts_for_host = nullptr;
+    }
+    add_receive_side(*fresh, rows, a.result_rows, a.num_topk, a.has_weights, a.layout, stream);
+  }
+  a.routing = pending->routing->view;
+  a.straight = a.layout == Layout::rank_major && args.result != ResultKind::fresh && !args.out.defined();
+  place_block(a, rows, &pending->block, stream);
+  if (a.straight) {
+    std::byte* base = pending->block->data();
+    a.out_x = base + a.offsets.x;
+    a.out_stride = a.x_block_stride;
+    a.out_scales = base + a.offsets.scales;
+    for (int s = 0; s < a.num_side; ++s) a.side[s].out = base + static_cast<int64_t>(a.side[s].block_offset_128) * 128;
+    pending->result = pending->block;
+  } else {
+    place_result(args, a, &pending->result, stream);
+  }
+  // Bulk copies need few SMs where they only send; offers say how many blocks will announce.
+  const bool bulk = can_move_bulk(a);
+  if (bulk) a.move_blocks = blocks(default_move_sms(a));
+  a.chained = bulk && !cached && !planned && receive_now;
+  if (args.receive == Receive::resident && !receive_now) {
+    pending->counters = std::make_shared<Hold>(shared_, shared_->own, static_cast<size_t>(num_ranks_) * 8, stream);
+    a.arrived = reinterpret_cast<int64_t*>(pending->counters->data());
+    check(cudaMemsetAsync(a.arrived, 0, static_cast<size_t>(num_ranks_) * 8, stream), "cudaMemset");
+  }
+
+  if (cached) {
+    check(launch_hello(a.common, a.block, a.block_rows, a.move_blocks, false, stream), "hello kernel");
+  } else if (planned) {
+    check(launch_meta(a, num_ranks_, config_.num_experts, plan_blocks, stream), "meta kernel");
+  } else {
+    check(launch_plan(a, num_ranks_, config_.num_experts, plan_blocks, stream), "plan kernel");
+  }
+  ++lane.num_sends;
+  ++lane.outstanding;
+  pending->epoch = lane.num_sends;
+  pending->receives_now = receive_now;
+  a.common.last_of_send = true;
+  if (receive_now) {
+    if (!cached) check(launch_admit(a, blocks(32), stream), "admit kernel");
+    check(launch_move(a, true, true, a.move_blocks, stream), "move kernel");
+    return pending;
+  }
+  check(launch_move(a, true, false, a.move_blocks, stream), "move kernel");
+  a.common.last_of_send = false;
+  if (args.receive == Receive::resident) pending->receive_on(lane.side_stream);
+  return pending;
+}
+
+}  // namespace turnout::engine::cuda

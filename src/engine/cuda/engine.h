@@ -1,0 +1,162 @@
+// The CUDA engine of one Buffer: its arena, its words in device memory, and what every call needs.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "engine/cuda/args.h"
+#include "engine/cuda/memory.h"
+#include "engine/device_engine.h"
+#include "transport/device_window.h"
+
+namespace turnout::engine::cuda {
+
+/// What results keep alive: they may outlive the Buffer.
+struct Shared {
+  Shared(std::unique_ptr<transport::DeviceWindow> window_, const Arena& arena_, int device_, Allocator* allocator)
+      : window(std::move(window_)), arena(arena_), device(device_), region(arena.receive, arena.receive_bytes), results(device_, allocator), own(device_, nullptr) {}
+  std::unique_ptr<transport::DeviceWindow> window;
+  const Arena arena;
+  const int device;
+  Region region;
+  Memory results;  ///< from the caller's Allocator, if there is one
+  Memory own;      ///< handles
+};
+
+/// A lease or an allocation, given back in order of the stream of its call when the last reference dies.
+class Hold {
+ public:
+  Hold(std::shared_ptr<Shared> shared, const Lease& lease) : shared_(std::move(shared)), lease_(lease), is_lease_(true) {}
+  Hold(std::shared_ptr<Shared> shared, Memory& memory, size_t num_bytes, cudaStream_t stream)
+      : shared_(std::move(shared)), memory_(&memory), piece_(memory.take(num_bytes, stream)) {}
+  Hold(const Hold&) = delete;
+  Hold& operator=(const Hold&) = delete;
+  ~Hold() {
+    if (is_lease_) shared_->region.give_back(lease_);
+    else memory_->give_back(piece_);
+  }
+  bool is_lease() const { return is_lease_; }
+  size_t offset() const { return lease_.block.offset; }
+  std::byte* data() const { return is_lease_ ? shared_->window->local() + lease_.block.offset : piece_.data; }
+
+ private:
+  std::shared_ptr<Shared> shared_;
+  Memory* memory_ = nullptr;
+  Lease lease_{};
+  Memory::Piece piece_{};
+  bool is_lease_ = false;
+};
+
+/// The device arrays of a routing, and what the host knows of it.
+class RoutingMemory : public DeviceRouting {
+ public:
+  Routing view{};
+  int64_t block_rows = 0;  ///< N
+  int64_t result_rows = 0;
+  int64_t num_rows = -1, num_pairs = -1;  ///< known for exact size
+  int64_t generation = 0;
+  int num_local = 0;
+  int64_t sent_total = -1;  ///< rows that this rank sends, if known
+  std::shared_ptr<Hold> source_side, receive_side;
+};
+
+/// Pinned host memory that the device sees.
+template <class T>
+class Mapped {
+ public:
+  explicit Mapped(size_t n);
+  ~Mapped();
+  Mapped(const Mapped&) = delete;
+  Mapped& operator=(const Mapped&) = delete;
+  T* host() const { return host_; }
+  T* device() const { return device_; }
+
+ private:
+  T* host_ = nullptr;
+  T* device_ = nullptr;
+};
+
+class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> {
+ public:
+  explicit Engine(const DeviceEngineSetup& setup);
+  ~Engine() override;
+
+  std::unique_ptr<DevicePending> dispatch(const turnout::DispatchArgs& args, const CallFacts& facts, const RoutingFacts& routing,
+                                          std::shared_ptr<const DeviceRouting> cached, bool receive_now) override;
+  std::unique_ptr<DevicePending> combine(const turnout::CombineArgs& args, const CallFacts& facts, const RoutingFacts& routing,
+                                         std::shared_ptr<const DeviceRouting> handle, bool receive_now) override;
+  void refuse(const CallFacts& facts, int lane, Stream stream) override;
+  void set_experts(const std::vector<int>& expert_to_rank) override;
+  void raise_failure() override;
+  void synchronize() override;
+  void recover() override;
+  void stop_waiting() override;
+  const uint64_t* status_word() const override { return &words_->device()->status; }
+  size_t num_bytes() const override { return shared_->window->num_bytes(); }
+  int num_outstanding(int lane) const override { return lanes_[static_cast<size_t>(lane)].outstanding; }
+  std::string_view transport() const override { return shared_->window->transport(); }
+  void suspend() override { shared_->window->suspend(); }
+  void resume() override;
+  bool is_released(const void* address) const override;
+
+ private:
+  friend class PendingCall;
+  struct LaneState {
+    uint64_t num_sends = 0;  ///< calls issued
+    int outstanding = 0;
+    cudaStream_t side_stream = nullptr;  ///< of resident receives
+    int32_t* chunk_counts = nullptr;
+    uint32_t* flags = nullptr;
+  };
+  struct Prepared;
+
+  /// `num_calls_ago`: how many calls of the lane were issued since.
+  Common common(int lane, const CallFacts& facts, int num_calls_ago, bool last_of_send) const;
+  int blocks(int wanted) const;
+  std::shared_ptr<RoutingMemory> new_routing(const turnout::DispatchArgs& args, cudaStream_t stream) const;
+  void add_receive_side(RoutingMemory& r, int64_t block_rows, int64_t result_rows, int num_topk, bool has_weights, Layout layout,
+                        cudaStream_t stream) const;
+  DispatchArgs dispatch_args(const turnout::DispatchArgs& args, const CallFacts& facts, const RoutingFacts& routing) const;
+  void wait_for_counts(DispatchArgs& a, RoutingMemory& r, int64_t* num_block_rows, cudaStream_t stream);
+  void place_block(DispatchArgs& a, int64_t rows, std::shared_ptr<Hold>* block, cudaStream_t stream) const;
+  void place_result(const turnout::DispatchArgs& args, DispatchArgs& a, std::shared_ptr<Hold>* result, cudaStream_t stream) const;
+  [[noreturn]] void throw_record();
+  void watch_peers();
+  [[noreturn]] void throw_abort(const DeviceRecord& own);
+
+  Bootstrap& bootstrap_;
+  std::shared_ptr<transport::Transport> host_;
+  const core::Topology topology_;
+  const BufferConfig config_;
+  const int device_, rank_, num_ranks_;
+  int num_sms_ = 1, sharers_ = 1;
+  std::shared_ptr<Shared> shared_;
+  std::unique_ptr<Mapped<HostWords>> words_;
+  std::unique_ptr<Mapped<int64_t>> counts_;
+  std::byte* device_words_ = nullptr;  ///< one allocation: Control, LaneControls, expert table, scratch
+  size_t device_words_bytes_ = 0;
+  Control* control_ = nullptr;
+  LaneControl* lane_controls_ = nullptr;
+  ExpertTable* experts_ = nullptr;
+  std::byte* expert_arrays_ = nullptr;
+  int32_t* node_of_rank_ = nullptr;
+  std::vector<LaneState> lanes_;
+  std::vector<int> num_local_;
+  int64_t experts_hash_ = 0;
+  int max_local_ = 0;
+  uint64_t generation_ = 0;
+  cudaStream_t side_stream_ = nullptr;  ///< of words that the host writes
+  std::thread watch_;
+  std::mutex watch_mutex_;
+  std::condition_variable watch_stop_;
+  bool stopping_ = false;
+  std::atomic<int> gone_{-1};
+  mutable std::mutex mutex_;
+};
+
+}  // namespace turnout::engine::cuda

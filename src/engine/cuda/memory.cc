@@ -1,0 +1,156 @@
+// Blocks of the region and allocations, ordered by stream.
+#include "engine/cuda/memory.h"
+
+#include <algorithm>
+
+#include "core/math.h"
+#include "transport/device/driver.h"
+
+namespace turnout::engine::cuda {
+
+using transport::device::check;
+
+uint64_t capture_of(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long id = 0;
+  const cudaError_t e = cudaStreamGetCaptureInfo(stream, &status, &id);
+  // The legacy stream cannot be asked while another is captured; it takes no part in that capture.
+  if (e == cudaErrorStreamCaptureImplicit) {
+    (void)cudaGetLastError();
+    throw InvalidArgument("stream: the legacy default stream cannot be used while another stream is being captured; give the captured stream");
+  }
+  check(e, "cudaStreamGetCaptureInfo");
+  return status == cudaStreamCaptureStatusNone ? 0 : id;
+}
+
+Fences::~Fences() {
+  for (const Fence& f : fences_) cudaEventDestroy(f.event);
+  for (cudaEvent_t e : spare_) cudaEventDestroy(e);
+}
+
+cudaEvent_t Fences::take_event() {
+  if (!spare_.empty()) {
+    cudaEvent_t e = spare_.back();
+    spare_.pop_back();
+    return e;
+  }
+  cudaEvent_t e = nullptr;
+  check(cudaEventCreateWithFlags(&e, cudaEventDisableTiming), "cudaEventCreate");
+  return e;
+}
+
+void Fences::add(size_t begin, size_t num_bytes, cudaStream_t stream) {
+  constexpr size_t kMost = 64;
+  if (fences_.size() >= kMost) {
+    std::erase_if(fences_, [&](const Fence& f) {
+      if (cudaEventQuery(f.event) == cudaErrorNotReady) return false;
+      spare_.push_back(f.event);
+      return true;
+    });
+  }
+  cudaEvent_t event = take_event();
+  if (cudaEventRecord(event, stream) != cudaSuccess) {  // the stream is gone, and its work with it
+    (void)cudaGetLastError();
+    spare_.push_back(event);
+    return;
+  }
+  fences_.push_back({begin, begin + num_bytes, stream, event});
+}
+
+void Fences::wait(size_t begin, size_t num_bytes, cudaStream_t stream) {
+  const size_t end = begin + num_bytes;
+  std::erase_if(fences_, [&](const Fence& f) {
+    if (f.end <= begin || f.begin >= end) return false;
+    if (f.stream != stream) check(cudaStreamWaitEvent(stream, f.event, 0), "cudaStreamWaitEvent");
+    if (f.begin < begin || f.end > end) return false;
+    spare_.push_back(f.event);
+    return true;
+  });
+}
+
+std::optional<Lease> Region::take(size_t num_bytes, cudaStream_t stream) {
+  const uint64_t capture = capture_of(stream);
+  std::lock_guard lock(mutex_);
+  const size_t wanted = std::max<size_t>(num_bytes, BlockPool::kGranule);
+  if (capture) {
+    auto& own = captured_[capture];
+    const auto fits = std::find_if(own.begin(), own.end(), [&](const BlockPool::Block& b) { return b.num_bytes >= wanted; });
+    if (fits != own.end()) {
+      const Lease lease{*fits, stream, capture};
+      own.erase(fits);
+      return lease;
+    }
+  }
+  const std::optional<BlockPool::Block> block = pool_.take(wanted);
+  if (!block) return std::nullopt;
+  // A captured call runs when the graph is launched, in order of a stream that is not known yet: the region must be idle there.
+  if (!capture) fences_.wait(block->offset, block->num_bytes, stream);
+  return Lease{*block, stream, capture};
+}
+
+void Region::give_back(const Lease& lease) noexcept {
+  try {
+    std::lock_guard lock(mutex_);
+    if (lease.capture) {
+      captured_[lease.capture].push_back(lease.block);
+      return;
+    }
+    fences_.add(lease.block.offset, lease.block.num_bytes, lease.stream);
+    pool_.give_back(lease.block);
+  } catch (...) {
+    // Without an event the block stays taken: memory is lost, data is not.
+  }
+}
+
+Memory::~Memory() {
+  int before = 0;
+  cudaGetDevice(&before);
+  cudaSetDevice(device_);
+  for (std::byte* data : all_) cudaFree(data);
+  cudaSetDevice(before);
+}
+
+Memory::Piece Memory::take(size_t num_bytes, cudaStream_t stream) {
+  // Sizes are rounded so that calls of about one size share what is free.
+  size_t size = 512;
+  while (size < num_bytes) size *= 2;
+  if (size > (1u << 20)) size = static_cast<size_t>(core::align_up(static_cast<int64_t>(num_bytes), 1 << 20));
+  const uint64_t capture = capture_of(stream);
+  if (allocator_) return {static_cast<std::byte*>(allocator_->allocate(num_bytes)), num_bytes, stream, capture};
+  std::lock_guard lock(mutex_);
+  auto& pool = capture ? captured_[capture] : free_;
+  const auto fits = pool.lower_bound(size);
+  if (fits != pool.end() && fits->first <= 2 * size) {
+    const Piece piece{fits->second, fits->first, stream, capture};
+    pool.erase(fits);
+    if (!capture) fences_.wait(reinterpret_cast<size_t>(piece.data), piece.num_bytes, stream);
+    return piece;
+  }
+  transport::device::CurrentDevice current(device_);
+  void* data = nullptr;
+  check(cudaMalloc(&data, size), "cudaMalloc of " + std::to_string(size) + " bytes for a result");
+  all_.push_back(static_cast<std::byte*>(data));
+  return {static_cast<std::byte*>(data), size, stream, capture};
+}
+
+void Memory::give_back(const Piece& piece) noexcept {
+  try {
+    if (!piece.data) return;
+    if (allocator_) {
+      // A graph reads and writes it at every replay.
+      if (!piece.capture) allocator_->deallocate(piece.data, piece.num_bytes);
+      return;
+    }
+    std::lock_guard lock(mutex_);
+    if (piece.capture) {
+      captured_[piece.capture].emplace(piece.num_bytes, piece.data);
+      return;
+    }
+    fences_.add(reinterpret_cast<size_t>(piece.data), piece.num_bytes, piece.stream);
+    free_.emplace(piece.num_bytes, piece.data);
+  } catch (...) {
+    // As above.
+  }
+}
+
+}  // namespace turnout::engine::cuda

@@ -1,0 +1,90 @@
+// Memory of results and handles: blocks of the receive region, and allocations of the engine's own or the caller's. What is given
+// back may be taken again at once by work of the same stream; another stream first waits for an event.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "engine/cpu/block_pool.h"
+#include "turnout/buffer.h"
+
+namespace turnout::engine::cuda {
+
+/// 0 where `stream` is not being captured, else the capture's number. Throws: TransportError if the capture is broken.
+uint64_t capture_of(cudaStream_t stream);
+
+/// Ranges of addresses with the streams that may still be using them.
+class Fences {
+ public:
+  ~Fences();
+  /// What was issued on `stream` so far may use [begin, begin + num_bytes).
+  void add(size_t begin, size_t num_bytes, cudaStream_t stream);
+  /// Makes `stream` wait for all other streams that may use the range, and forgets them.
+  void wait(size_t begin, size_t num_bytes, cudaStream_t stream);
+
+ private:
+  struct Fence {
+    size_t begin, end;
+    cudaStream_t stream;
+    cudaEvent_t event;
+  };
+  cudaEvent_t take_event();
+  std::vector<Fence> fences_;
+  std::vector<cudaEvent_t> spare_;
+};
+
+struct Lease {
+  BlockPool::Block block;
+  cudaStream_t stream = nullptr;
+  uint64_t capture = 0;  ///< taken while this capture ran: the graph holds it for life
+};
+
+/// The receive region.
+class Region {
+ public:
+  Region(size_t begin, size_t num_bytes) : pool_(begin, num_bytes) {}
+  std::optional<Lease> take(size_t num_bytes, cudaStream_t stream);
+  void give_back(const Lease& lease) noexcept;
+  bool is_taken(size_t offset) const { return pool_.is_taken(offset); }
+  size_t largest_gap() const { return pool_.largest_gap(); }
+  size_t num_bytes() const { return pool_.num_bytes(); }
+
+ private:
+  std::mutex mutex_;
+  BlockPool pool_;
+  Fences fences_;
+  std::map<uint64_t, std::vector<BlockPool::Block>> captured_;  ///< free again within their capture only
+};
+
+/// Device memory that is not symmetric.
+class Memory {
+ public:
+  Memory(int device, Allocator* allocator) : device_(device), allocator_(allocator) {}
+  ~Memory();
+  struct Piece {
+    std::byte* data = nullptr;
+    size_t num_bytes = 0;
+    cudaStream_t stream = nullptr;
+    uint64_t capture = 0;
+  };
+  /// `of_caller`: from the caller's Allocator if there is one (results; handles are the engine's own).
+  Piece take(size_t num_bytes, cudaStream_t stream);
+  void give_back(const Piece& piece) noexcept;
+
+ private:
+  int device_;
+  Allocator* allocator_;
+  std::mutex mutex_;
+  Fences fences_;
+  std::multimap<size_t, std::byte*> free_;                            ///< by size
+  std::map<uint64_t, std::multimap<size_t, std::byte*>> captured_;    ///< free again within their capture only
+  std::vector<std::byte*> all_;
+};
+
+}  // namespace turnout::engine::cuda

@@ -1,0 +1,34 @@
+// A call between its sending part and its wait.
+#pragma once
+#include <memory>
+
+#include "engine/cuda/engine.h"
+
+namespace turnout::engine::cuda {
+
+class PendingCall : public DevicePending {
+ public:
+  PendingCall(std::shared_ptr<Engine> engine, int lane_, cudaStream_t stream_) : engine_(std::move(engine)), lane(lane_), stream(stream_) {}
+  DeviceDispatch finish_dispatch() override;
+  DeviceCombine finish_combine() override;
+  int64_t* arrived() override { return dispatch.arrived; }
+  /// resident: receives on a stream of the engine's, from where the call's stream is now.
+  void receive_on(cudaStream_t side);
+
+ private:
+  std::shared_ptr<Engine> engine_;
+  void join();
+
+ public:
+  int lane;
+  cudaStream_t stream;
+  uint64_t epoch = 0;  ///< number of the call on its lane
+  bool receives_now = true;
+  cudaEvent_t received = nullptr;  ///< resident
+  DispatchArgs dispatch{};
+  CombineArgs combine{};
+  std::shared_ptr<const RoutingMemory> routing;
+  std::shared_ptr<Hold> block, result, counters;
+};
+
+}  // namespace turnout::engine::cuda
