@@ -42,6 +42,10 @@ struct TURNOUT_API BufferConfig {
   size_t receive_bytes = 0;  ///< receive region; 0: two results of a balanced routing at max_tokens_per_rank
   size_t staging_bytes = 0;  ///< staging per peer, lane and outstanding call; 0: chosen from row size and ranks
 
+  /// Where tokens and results live: {cpu, 0}, or a GPU of this process. The kind is the same on all ranks; with a GPU every
+  /// tensor of a call is in its memory, and calls are in order of their stream.
+  Device device{};
+
   // Local choices: need not agree.
   int num_threads = 1;  ///< threads that move rows in a call, this one included
   Timeouts timeouts{};

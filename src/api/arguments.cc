@@ -24,7 +24,6 @@ void check_aligned(const std::string& what, const TensorView& t) {
 
 /// REQUIRES: 1 to 3 dimensions.
 void check_extents(const std::string& what, const TensorView& t) {
-  if (t.device.kind != DeviceKind::cpu) refuse(what + " is on " + std::string(name(t.device.kind)) + ", but this Buffer is on the CPU");
   for (int d = 0; d < t.ndim; ++d) {
     if (t.shape[static_cast<size_t>(d)] < 0) refuse(what + " is " + t.to_string() + ": a dimension is negative");
   }
@@ -102,6 +101,12 @@ void check_row_width(const std::string& what, const TensorView& t, const BufferC
   }
 }
 
+std::string text(Device device) { return device.kind == DeviceKind::cpu ? "the CPU" : std::string(name(device.kind)) + ":" + str(device.index); }
+
+void check_device(const BufferConfig& config, const std::string& what, const TensorView& t) {
+  if (t.defined() && !(t.device == config.device)) refuse(what + " is on " + text(t.device) + ", but this Buffer is on " + text(config.device));
+}
+
 void check_lane(const std::string& call, const BufferConfig& config, int lane, OnFailure on_failure) {
   if (const std::string problem = lane_problem(config, lane); !problem.empty()) refuse(call + ": " + problem);
   if (on_failure == OnFailure::mask) refuse(call + ": on_failure=mask is not in this version; use raise");
@@ -129,7 +134,7 @@ void check_routing_args(const engine::Context& context, const DispatchArgs& args
   if (topk < 1 || topk > config.max_topk)
     refuse("dispatch: topk_idx has " + str(topk) + " experts per token, but this Buffer takes 1 to " + str(config.max_topk) + " (max_topk)");
   check_dense("dispatch: topk_idx", args.topk_idx);
-  check_ids(args.topk_idx, config.num_experts);
+  if (config.device.kind == DeviceKind::cpu) check_ids(args.topk_idx, config.num_experts);  // a GPU's kernels look at theirs
   if (args.topk_weights.defined()) {
     check_matrix("dispatch: topk_weights", args.topk_weights);
     if (args.topk_weights.dtype != DType::fp32 && args.topk_weights.dtype != DType::bf16) {
@@ -158,6 +163,11 @@ size_t row_bytes(const BufferConfig& config) { return static_cast<size_t>(config
 void check_dispatch(const engine::Context& context, const DispatchArgs& args) {
   const BufferConfig& config = context.config;
   check_lane("dispatch", config, args.lane, args.on_failure);
+  check_device(config, "dispatch: x", args.x);
+  check_device(config, "dispatch: topk_idx", args.topk_idx);
+  check_device(config, "dispatch: topk_weights", args.topk_weights);
+  check_device(config, "dispatch: out", args.out);
+  for (const TensorView& side : args.side) check_device(config, "dispatch: side", side);
   check_matrix("dispatch: x", args.x);
   check_row_width("dispatch: x", args.x, config);
   check_alive(context, "dispatch: x", args.x);
@@ -207,6 +217,10 @@ void check_dispatch(const engine::Context& context, const DispatchArgs& args) {
 void check_combine(const engine::Context& context, const CombineArgs& args) {
   const BufferConfig& config = context.config;
   check_lane("combine", config, args.lane, args.on_failure);
+  check_device(config, "combine: y", args.y);
+  check_device(config, "combine: weights", args.weights);
+  check_device(config, "combine: side", args.side);
+  check_device(config, "combine: out", args.out);
   const internal::Routing& r = check_handle("combine", context, args.handle);
   const bool slab = r.layout == Layout::expert_slab;
   check_matrix("combine: y", args.y, slab && args.y.ndim == 3 ? 3 : 2);

@@ -14,21 +14,21 @@ Buffer& Buffer::operator=(Buffer&&) noexcept = default;
 Buffer::~Buffer() = default;
 
 PendingDispatch Buffer::dispatch_async(const DispatchArgs& args) {
-  auto pending = impl_->start(args);
-  if (args.receive == Receive::resident) impl_->receive_meanwhile(pending);
+  auto pending = impl_->start(args, false);
+  if (args.receive == Receive::resident && !impl_->device()) impl_->receive_meanwhile(pending);
   return PendingDispatch(std::move(pending));
 }
 
 DispatchResult Buffer::dispatch(const DispatchArgs& args) {
-  auto pending = impl_->start(args);
+  auto pending = impl_->start(args, true);
   pending->waited = true;
   return impl_->finish_dispatch(*pending);
 }
 
-PendingCombine Buffer::combine_async(const CombineArgs& args) { return PendingCombine(impl_->start(args)); }
+PendingCombine Buffer::combine_async(const CombineArgs& args) { return PendingCombine(impl_->start(args, false)); }
 
 CombineResult Buffer::combine(const CombineArgs& args) {
-  auto pending = impl_->start(args);
+  auto pending = impl_->start(args, true);
   pending->waited = true;
   return impl_->finish_combine(*pending);
 }
@@ -37,7 +37,10 @@ void Buffer::set_expert_to_rank(const std::vector<int>& expert_to_rank) { impl_-
 void Buffer::check() { impl_->check(); }
 void Buffer::synchronize() { impl_->synchronize(); }
 void Buffer::recover() { impl_->recover(); }
-const uint64_t* Buffer::status_word() const { return reinterpret_cast<const uint64_t*>(&impl_->context()->status); }
+const uint64_t* Buffer::status_word() const {
+  if (impl_->device()) return impl_->device()->status_word();
+  return reinterpret_cast<const uint64_t*>(&impl_->context()->status);
+}
 void Buffer::close() { impl_->close(); }
 
 const BufferConfig& Buffer::config() const { return impl_->context()->config; }
@@ -49,7 +52,7 @@ int Buffer::num_local_experts() const {
   return context.experts->num_local(context.rank);
 }
 uint64_t Buffer::num_fresh_results() const { return impl_->context()->fresh_results.load(std::memory_order_relaxed); }
-size_t Buffer::num_bytes() const { return impl_->context()->layout.num_bytes; }
+size_t Buffer::num_bytes() const { return impl_->device() ? impl_->device()->num_bytes() : impl_->context()->layout.num_bytes; }
 
 }  // namespace v0
 }  // namespace turnout

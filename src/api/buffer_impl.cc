@@ -32,7 +32,15 @@ BufferImpl::BufferImpl(std::shared_ptr<CommunicatorImpl> communicator, const Buf
   }
   if (!refusal.empty()) throw InvalidArgument(refusal);
 
-  const core::BufferLayout layout = api::arena_of(config, transport.num_ranks());
+  // Beside a device the host only keeps the group together: who aborted, who closed.
+  BufferConfig on_host = config;
+  if (config.device.kind != DeviceKind::cpu) {
+    open_device(config, allocator);
+    on_host.receive_bytes = on_host.staging_bytes = 4096;
+    on_host.touch_pages = false;
+    allocator = nullptr;
+  }
+  const core::BufferLayout layout = api::arena_of(on_host, transport.num_ranks());
   std::unique_ptr<transport::Window> window;
   {
     std::lock_guard lock(communicator_->mutex);
@@ -64,6 +72,7 @@ void BufferImpl::agree(const BufferConfig& config) {
       {"staging_bytes", std::to_string(config.staging_bytes)},
       {"expert_to_rank", map.empty() ? "default" : map},
       {"replica_of", replicas.empty() ? "default" : replicas},
+      {"device", std::string(name(config.device.kind))},
       {"library", std::string(version())},
   };
   std::string mine;
@@ -130,7 +139,7 @@ void BufferImpl::stop_for_lane(const char* call, int lane) {
 }
 
 template <class Args>
-std::shared_ptr<PendingImpl> BufferImpl::start(const Args& args) {
+std::shared_ptr<PendingImpl> BufferImpl::start(const Args& args, bool receive_now) {
   const char* name = name_of(args);
   require_open(name);
   // With a single lane, a lane that is not there can stand for no other.
@@ -139,6 +148,7 @@ std::shared_ptr<PendingImpl> BufferImpl::start(const Args& args) {
   std::lock_guard lock(lane.mutex);
   context_->check_abort();
   if (!is_there && lanes_.size() > 1) stop_for_lane(name, args.lane);
+  if (device_) return start_on_device(args, lane.index(), receive_now);
   std::shared_ptr<PendingImpl> pending;
   engine::Call* call = nullptr;
   try {
@@ -153,8 +163,8 @@ std::shared_ptr<PendingImpl> BufferImpl::start(const Args& args) {
   pending->waited = false;  // until here a call that fails leaves nothing to drop, and the lane is locked
   return pending;
 }
-template std::shared_ptr<PendingImpl> BufferImpl::start(const DispatchArgs&);
-template std::shared_ptr<PendingImpl> BufferImpl::start(const CombineArgs&);
+template std::shared_ptr<PendingImpl> BufferImpl::start(const DispatchArgs&, bool);
+template std::shared_ptr<PendingImpl> BufferImpl::start(const CombineArgs&, bool);
 
 engine::Call* BufferImpl::make_call(const DispatchArgs& args, Lane& lane, PendingImpl& pending) {
   api::check_dispatch(*context_, args);
@@ -216,6 +226,7 @@ void BufferImpl::set_expert_to_rank(const std::vector<int>& expert_to_rank) {
                           std::to_string(context_->config.num_experts) + " experts");
   }
   auto map = std::make_shared<const core::ExpertMap>(core::ExpertMap::of(expert_to_rank, context_->num_ranks));
+  if (device_) device_->set_experts(expert_to_rank);
   std::lock_guard lock(context_->experts_mutex);
   context_->experts = std::move(map);
 }
@@ -223,6 +234,7 @@ void BufferImpl::set_expert_to_rank(const std::vector<int>& expert_to_rank) {
 void BufferImpl::check() {
   require_open("check");
   context_->check_abort();
+  if (device_) device_->raise_failure();
 }
 
 void BufferImpl::synchronize() {
@@ -232,6 +244,7 @@ void BufferImpl::synchronize() {
     l->finish_all();
   }
   context_->check_abort();
+  if (device_) device_->synchronize();
 }
 
 void BufferImpl::recover() {
@@ -252,6 +265,7 @@ void BufferImpl::recover() {
     }
     lanes_[l]->restart(latest);
   }
+  if (device_) device_->recover();
   context_->forget_abort();
   communicator_->bootstrap->barrier("recovered");
 }

@@ -9,6 +9,7 @@
 #include "engine/cpu/combine_call.h"
 #include "engine/cpu/dispatch_call.h"
 #include "engine/cpu/lane.h"
+#include "engine/device_engine.h"
 #include "turnout/buffer.h"
 
 namespace turnout {
@@ -24,6 +25,7 @@ class Memory {
   std::vector<int64_t> arrived;
   std::vector<float> side;
   std::vector<int32_t> num_lost;
+  std::shared_ptr<void> on_device;
 };
 
 class BufferImpl;
@@ -40,6 +42,10 @@ class PendingImpl {
   int lane;
   std::shared_ptr<engine::DispatchCall> dispatch;
   std::shared_ptr<engine::CombineCall> combine;
+  std::unique_ptr<engine::DevicePending> device;
+  DispatchArgs dispatch_args{};  ///< with `device`: of the call
+  CombineArgs combine_args{};
+  std::shared_ptr<Routing> routing;
   bool waited = true;  ///< nobody has to wait for it: not issued yet, failed, or waited for
   std::atomic<bool> stop{false};
   std::thread resident;  ///< receives meanwhile, if asked
@@ -54,7 +60,7 @@ class BufferImpl : public std::enable_shared_from_this<BufferImpl> {
 
   /// Checks and issues a call. What this rank cannot do is refused on all ranks.
   template <class Args>
-  std::shared_ptr<PendingImpl> start(const Args& args);
+  std::shared_ptr<PendingImpl> start(const Args& args, bool receive_now);
   DispatchResult finish_dispatch(PendingImpl& pending);
   CombineResult finish_combine(PendingImpl& pending);
   /// Drives a pending call that nobody wants any more to its end.
@@ -70,6 +76,7 @@ class BufferImpl : public std::enable_shared_from_this<BufferImpl> {
   void require_open(const char* call) const;
 
   const std::shared_ptr<engine::Context>& context() const { return context_; }
+  engine::DeviceEngine* device() const { return device_.get(); }
   engine::Lane& lane(int index) { return *lanes_[static_cast<size_t>(index)]; }
 
  private:
@@ -80,9 +87,20 @@ class BufferImpl : public std::enable_shared_from_this<BufferImpl> {
   [[noreturn]] void stop_for_lane(const char* call, int lane);
   void agree(const BufferConfig& config);
 
+  // On a device (device_calls.cc).
+  void open_device(const BufferConfig& config, Allocator* allocator);
+  std::shared_ptr<PendingImpl> start_on_device(const DispatchArgs& args, int lane, bool receive_now);
+  std::shared_ptr<PendingImpl> start_on_device(const CombineArgs& args, int lane, bool receive_now);
+  template <class Args, class Issue>
+  std::shared_ptr<PendingImpl> issue(const Args& args, int lane, Issue issue_call);
+  DispatchResult finish_dispatch_on_device(PendingImpl& pending);
+  CombineResult finish_combine_on_device(PendingImpl& pending);
+
   std::shared_ptr<CommunicatorImpl> communicator_;
   std::shared_ptr<engine::Context> context_;
   std::vector<std::unique_ptr<engine::Lane>> lanes_;
+  std::shared_ptr<engine::DeviceEngine> device_;
+  std::vector<int64_t> device_calls_;  ///< per lane: calls issued, refused ones included
 };
 
 }  // namespace internal

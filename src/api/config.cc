@@ -9,6 +9,7 @@
 #include "core/routing.h"
 #include "engine/cpu/header.h"
 #include "engine/cpu/row_format.h"
+#include "engine/cuda/sizes.h"
 
 namespace turnout {
 inline namespace v0 {
@@ -57,6 +58,7 @@ void BufferConfig::validate(int num_ranks) const {
 
 size_t required_bytes(const BufferConfig& config, int num_ranks) {
   config.validate(num_ranks);
+  if (config.device.kind == DeviceKind::cuda) return engine::cuda::Arena::of(engine::cuda::arena_shape(config, num_ranks)).num_bytes;
   return api::arena_of(config, num_ranks).num_bytes;
 }
 

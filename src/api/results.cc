@@ -58,6 +58,7 @@ auto outcome_of(engine::Lane& lane, AnyCall& call) {
 }  // namespace
 
 DispatchResult BufferImpl::finish_dispatch(PendingImpl& pending) {
+  if (pending.device) return finish_dispatch_on_device(pending);
   const std::shared_ptr<engine::DispatchCall> call = pending.dispatch;
   engine::DispatchOutcome outcome = outcome_of(lane(pending.lane), *call);
   const DispatchArgs& args = call->args();
@@ -106,6 +107,7 @@ DispatchResult BufferImpl::finish_dispatch(PendingImpl& pending) {
 }
 
 CombineResult BufferImpl::finish_combine(PendingImpl& pending) {
+  if (pending.device) return finish_combine_on_device(pending);
   const std::shared_ptr<engine::CombineCall> call = pending.combine;
   engine::CombineOutcome outcome = outcome_of(lane(pending.lane), *call);
   const CombineArgs& args = call->args();
@@ -139,8 +141,8 @@ void BufferImpl::drop(PendingImpl& pending) noexcept {
   pending.waited = true;
   try {
     if (context_->closed.load(std::memory_order_acquire)) return;
-    if (pending.dispatch) finish_dispatch(pending);
-    if (pending.combine) finish_combine(pending);
+    if (pending.dispatch || (pending.device && pending.dispatch_args.x.defined())) finish_dispatch(pending);
+    if (pending.combine || (pending.device && pending.combine_args.y.defined())) finish_combine(pending);
   } catch (...) {
     // Nobody asks for this call's result, and the Buffer keeps its abort for the next one.
   }

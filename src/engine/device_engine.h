@@ -7,6 +7,7 @@
 
 #include "core/topology.h"
 #include "engine/cpu/header.h"
+#include "transport/device_window.h"
 #include "transport/transport.h"
 #include "turnout/bootstrap.h"
 #include "turnout/buffer.h"
@@ -98,13 +99,13 @@ class DeviceEngine {
 
 struct DeviceEngineSetup {
   Bootstrap& bootstrap;
+  std::unique_ptr<transport::DeviceWindow> window;  ///< of the size that the engine's arena has
   std::shared_ptr<transport::Transport> host;
   core::Topology topology;
   BufferConfig config;
   int device = 0;
-  std::string transport = "auto";
   Allocator* allocator = nullptr;  ///< of device memory; null: the engine's own
 };
-using MakeDeviceEngine = std::unique_ptr<DeviceEngine> (*)(const DeviceEngineSetup&);
+using MakeDeviceEngine = std::shared_ptr<DeviceEngine> (*)(DeviceEngineSetup);
 
 }  // namespace turnout::engine

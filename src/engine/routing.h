@@ -7,11 +7,18 @@
 #include "core/routing.h"
 #include "turnout/types.h"
 
+namespace turnout::engine {
+class DeviceRouting;
+}
+
 namespace turnout {
 inline namespace v0 {
 namespace internal {
 
 struct Routing {
+  /// Of a Buffer on a device: its arrays are there, and of those below only what shapes need is filled in.
+  std::shared_ptr<const engine::DeviceRouting> device;
+
   // Who made it.
   uint64_t buffer = 0;  ///< serial number of the Buffer in this process
   int64_t id = 0;       ///< the same on all ranks: lane and epoch of the dispatch

@@ -2,6 +2,7 @@
 #include "transport/cuda_table.h"
 
 #include "transport/cuda_open.h"
+#include "transport/device/maker.h"
 #include "transport/device/gpu.h"
 
 extern "C" __attribute__((visibility("default"))) const turnout::transport::CudaTable* turnout_cuda() {
@@ -13,6 +14,7 @@ extern "C" __attribute__((visibility("default"))) const turnout::transport::Cuda
     t.num_devices = device::num_devices;
     t.describe = device::describe;
     t.device_reason = device::device_reason;
+    t.make_engine = turnout::transport::engine_maker();
     t.open_device_window = device::open;
     t.set_log_callback = turnout::util::set_log_callback;
     return t;

@@ -27,7 +27,7 @@ struct CudaTable {
                                                       size_t num_bytes) = nullptr;
   /// The library has a log of its own: its lines go to this one.
   void (*set_log_callback)(util::LogCallback callback) = nullptr;
-  /// Of the engine, which knows its signature.
+  /// Of the engine, which knows its signature (engine/device_engine.h: MakeDeviceEngine).
   void* make_engine = nullptr;
 };
 

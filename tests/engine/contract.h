@@ -3,10 +3,13 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "core/reference.h"
+#include "support/place.h"
 #include "support/random_routing.h"
 #include "turnout/turnout.hpp"
 
@@ -26,6 +29,7 @@ struct RunChoices {
   int repeats = 1;          ///< dispatch and combine so often, the last time with a cached handle
   bool y_in_lease = false;  ///< rows of the combine lie in the receive region where they fit, and are spoilt right after it
   bool i32_ids = false, bf16_weights = false;
+  std::function<std::unique_ptr<Place>(int rank)> place;  ///< none: the host
 };
 
 inline BufferConfig config_of(const RandomProblem& p, const RunChoices& run) {
@@ -69,7 +73,31 @@ void expect_values(const char* what, const TensorView& got, const std::vector<T>
   ASSERT_EQ(std::memcmp(got.data, want.data(), want.size() * sizeof(T)), 0) << what;
 }
 
-inline void expect_dispatch(const DispatchResult& got, const core::DispatchOutput& want, const core::DispatchProblem& d) {
+/// What a dispatch brought, where the test can read it. `there` keeps the memory.
+struct Brought {
+  TensorView num_rows, num_dropped, expert_counts, expert_offsets, topk_idx, sorted_rows, topk_weights, x, x_scales;
+  std::vector<TensorView> side;
+};
+inline Brought bring(const DispatchResult& there, const core::DispatchOutput& want, Place& place) {
+  Brought b;
+  b.num_rows = place.get(there.num_rows);
+  b.num_dropped = place.get(there.num_dropped);
+  b.expert_counts = place.get(there.expert_counts);
+  b.expert_offsets = place.get(there.expert_offsets);
+  b.topk_idx = place.get(there.topk_idx);
+  b.sorted_rows = place.get(there.sorted_rows);
+  // Where only the device knows how many pairs there are, the view is as long as there may be.
+  const auto pairs = static_cast<int64_t>(want.sorted_rows.size());
+  if (place.device().kind != DeviceKind::cpu && b.sorted_rows.defined() && b.sorted_rows.shape[0] > pairs) b.sorted_rows.shape[0] = pairs;
+  b.topk_weights = place.get(there.topk_weights);
+  b.x = place.get(there.x);
+  b.x_scales = place.get(there.x_scales);
+  for (const TensorView& side : there.side) b.side.push_back(place.get(side));
+  return b;
+}
+
+inline void expect_dispatch(const DispatchResult& there, const core::DispatchOutput& want, const core::DispatchProblem& d, Place& place) {
+  const Brought got = bring(there, want, place);
   ASSERT_EQ(*got.num_rows.as<int64_t>(), want.num_rows);
   ASSERT_EQ(*got.num_dropped.as<int64_t>(), want.num_dropped);
   expect_values("expert_counts", got.expert_counts, want.expert_counts);
@@ -85,14 +113,26 @@ inline void expect_dispatch(const DispatchResult& got, const core::DispatchOutpu
   for (size_t s = 0; s < want.side.size(); ++s) expect_rows("side", got.side[s], want.side[s], want, want.num_rows, d.layout);
 }
 
-inline void expect_combine(const CombineResult& got, const core::CombineOutput& want, DType dtype, int64_t hidden, bool with_side) {
+inline void expect_combine(const CombineResult& there, const core::CombineOutput& want, DType dtype, int64_t hidden, bool with_side, Place& place) {
   const size_t width = static_cast<size_t>(hidden) * size_of(dtype);
+  struct {
+    TensorView x, num_lost, side;
+  } const got{place.get(there.x), place.get(there.num_lost), place.get(there.side)};
   ASSERT_EQ(got.x.shape[0], static_cast<int64_t>(want.num_lost.size()));
   for (int64_t t = 0; t < got.x.shape[0]; ++t) {
     ASSERT_EQ(std::memcmp(got.x.row(t), want.x.data() + static_cast<size_t>(t) * width, width), 0) << "token " << t;
   }
   expect_values("num_lost", got.num_lost, want.num_lost);
   if (with_side) expect_values("side", got.side, want.side);
+}
+
+inline void expect_dispatch(const DispatchResult& got, const core::DispatchOutput& want, const core::DispatchProblem& d) {
+  Place host;
+  expect_dispatch(got, want, d, host);
+}
+inline void expect_combine(const CombineResult& got, const core::CombineOutput& want, DType dtype, int64_t hidden, bool with_side) {
+  Place host;
+  expect_combine(got, want, dtype, hidden, with_side, host);
 }
 
 /// One rank's part of a problem, as arguments. Keeps what the views need.
@@ -117,6 +157,13 @@ struct RankArguments {
     dispatch.quantize = d.quantize;
     dispatch.result = run.result;
     dispatch.receive = run.receive;
+  }
+  void move_to(Place& place) {
+    dispatch.x = place.put(dispatch.x);
+    dispatch.topk_idx = place.put(dispatch.topk_idx);
+    dispatch.topk_weights = place.put(dispatch.topk_weights);
+    for (TensorView& side : dispatch.side) side = place.put(side);
+    dispatch.stream = place.stream();
   }
   DispatchArgs dispatch;
   std::vector<int32_t> ids32;
@@ -156,9 +203,13 @@ inline void expect_matches_reference(uint64_t seed, const RandomLimits& limits, 
         const int rank = comm.rank();
         const auto at = static_cast<size_t>(rank);
         SCOPED_TRACE("seed " + std::to_string(seed) + " rank " + std::to_string(rank) + " of " + std::to_string(limits.num_ranks));
-        Buffer buffer(comm, config_of(p, run));
+        const std::unique_ptr<Place> place = run.place ? run.place(rank) : std::make_unique<Place>();
+        BufferConfig config = config_of(p, run);
+        config.device = place->device();
+        Buffer buffer(comm, config);
         EXPECT_EQ(buffer.num_bytes(), required_bytes(buffer.config(), comm.num_ranks()));
         RankArguments arguments(p, rank, run);
+        arguments.move_to(*place);
         Handle handle;
         for (int round = 0; round < run.repeats; ++round) {
           DispatchArgs args = arguments.dispatch;
@@ -168,21 +219,30 @@ inline void expect_matches_reference(uint64_t seed, const RandomLimits& limits, 
             args.topk_idx = args.topk_weights = TensorView();
           }
           DispatchResult result = run.async ? buffer.dispatch_async(args).wait() : buffer.dispatch(args);
-          expect_dispatch(result, received[at], p.dispatch);
+          place->finish();
+          buffer.check();
+          expect_dispatch(result, received[at], p.dispatch, *place);
           handle = result.handle;
           CombineArgs back = combine_args(p, c, received, rank, handle);
           back.mode = run.mode;
+          back.stream = place->stream();
+          back.weights = place->put(back.weights);
+          back.side = place->put(back.side);
           const auto y_bytes = static_cast<size_t>(p.hidden) * size_of(p.dtype);
           const auto stride = static_cast<size_t>(result.x.strides[0]) * size_of(result.x.dtype);
           const bool in_lease = run.y_in_lease && result.is_lease && p.dispatch.layout == Layout::rank_major && y_bytes <= stride && stride % 8 == 0;
           if (in_lease) {
             for (int64_t i = 0; i < back.y.shape[0]; ++i)
-              std::memcpy(static_cast<std::byte*>(result.x.data) + static_cast<size_t>(i) * stride, back.y.row(i), y_bytes);
-            back.y = TensorView::matrix(result.x.data, p.dtype, back.y.shape[0], p.hidden, static_cast<int64_t>(stride / size_of(p.dtype)));
+              place->write(static_cast<std::byte*>(result.x.data) + static_cast<size_t>(i) * stride, back.y.row(i), y_bytes);
+            back.y = TensorView::matrix(result.x.data, p.dtype, back.y.shape[0], p.hidden, static_cast<int64_t>(stride / size_of(p.dtype)), place->device());
+          } else {
+            back.y = place->put(back.y);
           }
           const CombineResult sum = run.async ? buffer.combine_async(back).wait() : buffer.combine(back);
-          if (in_lease) std::memset(result.x.data, 0xA5, static_cast<size_t>(back.y.shape[0]) * stride);
-          expect_combine(sum, combined[at], p.dtype, p.hidden, p.with_side);
+          place->finish();
+          buffer.check();
+          if (in_lease) place->fill(result.x.data, 0xA5, static_cast<size_t>(back.y.shape[0]) * stride);
+          expect_combine(sum, combined[at], p.dtype, p.hidden, p.with_side, *place);
         }
       },
       options);

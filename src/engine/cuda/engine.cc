@@ -12,7 +12,6 @@
 #include "engine/cuda/sizes.h"
 #include "transport/device/driver.h"
 #include "transport/device/gpu.h"
-#include "transport/device/open.h"
 
 namespace turnout::engine::cuda {
 
@@ -79,7 +78,7 @@ void refuse_capture() {
 
 }  // namespace
 
-Engine::Engine(const DeviceEngineSetup& setup)
+Engine::Engine(DeviceEngineSetup setup)
     : bootstrap_(setup.bootstrap), host_(setup.host), topology_(setup.topology), config_(setup.config), device_(setup.device), rank_(setup.bootstrap.rank()),
       num_ranks_(setup.bootstrap.num_ranks()) {
   CurrentDevice current(device_);
@@ -89,7 +88,7 @@ Engine::Engine(const DeviceEngineSetup& setup)
     throw InvalidArgument("Buffer: num_experts is " + std::to_string(config_.num_experts) + ", more than a GPU's shared memory can count at once (about 20000)");
   }
   const Arena arena = Arena::of(arena_shape(config_, num_ranks_));
-  shared_ = std::make_shared<Shared>(transport::device::open(bootstrap_, setup.transport, device_, arena.num_bytes), arena, device_, setup.allocator);
+  shared_ = std::make_shared<Shared>(std::move(setup.window), arena, device_, setup.allocator);
   load_kernels(device_);
 
   check(cudaDeviceGetAttribute(&num_sms_, cudaDevAttrMultiProcessorCount, device_), "cudaDeviceGetAttribute");
@@ -100,9 +99,8 @@ Engine::Engine(const DeviceEngineSetup& setup)
   }
 
   const core::ExpertMap map = map_of(config_, num_ranks_);
-  max_local_ = max_local_experts(config_, num_ranks_);
   words_ = std::make_unique<Mapped<HostWords>>(1);
-  counts_ = std::make_unique<Mapped<int64_t>>(static_cast<size_t>(num_ranks_ * num_ranks_ + max_local_ + 2));
+  counts_ = std::make_unique<Mapped<int64_t>>(static_cast<size_t>(num_ranks_ * num_ranks_ + config_.num_experts + 2));
   const int64_t columns = num_ranks_ + config_.num_experts;
   const auto carve = [&](std::byte* base) {
     Carver at(base);
@@ -210,15 +208,11 @@ void Engine::set_experts(const std::vector<int>& expert_to_rank) {
   for (int r = 0; r < num_ranks_; ++r) {
     for (int e : map.experts_of(r)) arrays.push_back(e);
   }
-  if (map.max_local() > max_local_) {
-    throw InvalidArgument("set_expert_to_rank: a rank would have " + std::to_string(map.max_local()) + " experts, but this Buffer was made for at most " +
-                          std::to_string(max_local_) + " (num_experts / num_ranks, or the largest share of the first map, twice)");
-  }
   const auto* base = reinterpret_cast<const int32_t*>(expert_arrays_);
   ExpertTable table;
   table.hash = static_cast<int64_t>(map.hash() >> 1);
   table.num_experts = map.num_experts();
-  table.max_local = max_local_;
+  table.max_local = map.max_local();
   table.owner = base;
   table.local = base + experts;
   table.num_local = base + 2 * experts;
@@ -230,6 +224,7 @@ void Engine::set_experts(const std::vector<int>& expert_to_rank) {
   check(cudaMemcpyAsync(expert_arrays_, arrays.data(), arrays.size() * 4, cudaMemcpyHostToDevice, side_stream_), "cudaMemcpy");
   check(cudaMemcpyAsync(experts_, &table, sizeof table, cudaMemcpyHostToDevice, side_stream_), "cudaMemcpy");
   check(cudaStreamSynchronize(side_stream_), "writing the expert map");
+  max_local_ = map.max_local();
   num_local_.clear();
   for (int r = 0; r < num_ranks_; ++r) num_local_.push_back(map.num_local(r));
   experts_hash_ = table.hash;

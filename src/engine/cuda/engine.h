@@ -83,7 +83,7 @@ class Mapped {
 
 class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> {
  public:
-  explicit Engine(const DeviceEngineSetup& setup);
+  explicit Engine(DeviceEngineSetup setup);
   ~Engine() override;
 
   std::unique_ptr<DevicePending> dispatch(const turnout::DispatchArgs& args, const CallFacts& facts, const RoutingFacts& routing,
@@ -97,7 +97,7 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
   void recover() override;
   void stop_waiting() override;
   const uint64_t* status_word() const override { return &words_->device()->status; }
-  size_t num_bytes() const override { return shared_->window->num_bytes(); }
+  size_t num_bytes() const override { return shared_->arena.num_bytes; }
   int num_outstanding(int lane) const override { return lanes_[static_cast<size_t>(lane)].outstanding; }
   std::string_view transport() const override { return shared_->window->transport(); }
   void suspend() override { shared_->window->suspend(); }

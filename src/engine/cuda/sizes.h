@@ -1,21 +1,11 @@
 // From a configuration to the arena of a GPU: the one sizing function, for required_bytes() and the constructor alike.
 #pragma once
 #include <algorithm>
-#include <vector>
 
-#include "core/routing.h"
 #include "engine/cuda/layout.h"
 #include "turnout/config.h"
 
 namespace turnout::engine::cuda {
-
-/// Most experts that a rank may come to own: its share of the first map and of an even split, with room for a later one.
-inline int max_local_experts(const BufferConfig& c, int num_ranks) {
-  const int even = static_cast<int>(core::ceil_div(c.num_experts, num_ranks));
-  int most = even;
-  if (!c.expert_to_rank.empty()) most = std::max(most, core::ExpertMap::of(c.expert_to_rank, num_ranks).max_local());
-  return std::min(c.num_experts, 2 * most);
-}
 
 /// Rows that arrive at a rank in a call with a balanced routing.
 inline int64_t balanced_rows(const BufferConfig& c, int num_ranks) {
@@ -33,7 +23,7 @@ inline ArenaShape arena_shape(const BufferConfig& c, int num_ranks) {
   s.num_ranks = num_ranks;
   s.num_lanes = c.num_lanes;
   s.depth = c.max_outstanding + 1;
-  s.header_ints = header_ints_of(num_ranks, max_local_experts(c, num_ranks));
+  s.header_ints = header_ints_of(num_ranks, c.num_experts);  // a later map may give a rank every expert
   s.max_tokens = c.max_tokens_per_rank;
   s.receive_bytes = c.receive_bytes;
   if (!s.receive_bytes) {

@@ -1,0 +1,98 @@
+// The contract of the CPU engine, unchanged, on GPUs: virtual ranks on one, and threads on several.
+#include "engine/contract.h"
+
+#include "support/cuda_place.h"
+#include "transport/cuda.h"
+
+namespace turnout::testing {
+namespace {
+
+struct Case {
+  int num_ranks, num_devices;
+  Mode mode;
+};
+
+std::string case_name(const ::testing::TestParamInfo<Case>& info) {
+  return std::to_string(info.param.num_ranks) + "_ranks_on_" + std::to_string(info.param.num_devices) + "_" + std::string(name(info.param.mode));
+}
+
+class CudaContract : public ::testing::TestWithParam<Case> {
+ protected:
+  void SetUp() override {
+    // Every virtual rank has a stream that must not wait for another's.
+    setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
+    int devices = 0;
+    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices < GetParam().num_devices) {
+      GTEST_SKIP() << "needs " << GetParam().num_devices << " GPUs, there are " << devices;
+    }
+  }
+  RandomLimits limits() const {
+    RandomLimits l;
+    l.num_ranks = GetParam().num_ranks;
+    return l;
+  }
+  RunChoices run() const {
+    RunChoices r;
+    r.mode = GetParam().mode;
+    r.receive_bytes = size_t{64} << 20;
+    const int devices = GetParam().num_devices;
+    r.place = [devices](int rank) { return std::make_unique<CudaPlace>(rank % devices); };
+    return r;
+  }
+  void check(uint64_t first, uint64_t last, const RandomLimits& l, const std::function<void(uint64_t, RunChoices&)>& change) {
+    for (uint64_t seed = first; seed < last; ++seed) {
+      RunChoices r = run();
+      change(seed, r);
+      expect_matches_reference(seed, l, r);
+      if (HasFailure()) {
+        ADD_FAILURE() << "seed " << seed;
+        return;
+      }
+    }
+  }
+};
+
+TEST_P(CudaContract, EqualsTheOracle) {
+  check(1, 25, limits(), [](uint64_t, RunChoices&) {});
+}
+
+TEST_P(CudaContract, EqualsTheOracleWithCachedHandles) {
+  check(100, 108, limits(), [](uint64_t, RunChoices& r) { r.repeats = 3; });
+}
+
+TEST_P(CudaContract, EqualsTheOracleWhenResultsAreFresh) {
+  check(200, 208, limits(), [](uint64_t, RunChoices& r) { r.result = ResultKind::fresh; });
+}
+
+TEST_P(CudaContract, EqualsTheOracleWhenIssuedAndWaitedFor) {
+  check(400, 412, limits(), [](uint64_t seed, RunChoices& r) {
+    r.async = true;
+    r.receive = seed % 2 ? Receive::deferred : Receive::resident;
+    r.i32_ids = true;
+  });
+}
+
+TEST_P(CudaContract, EqualsTheOracleWhenRowsLieInALease) {
+  RandomLimits l = limits();
+  l.layouts = {Layout::rank_major};
+  l.quantize = false;
+  check(500, 508, l, [](uint64_t seed, RunChoices& r) {
+    r.y_in_lease = true;
+    r.async = seed % 2 == 0;
+    r.repeats = 2;
+  });
+}
+
+std::vector<Case> cases() {
+  std::vector<Case> all;
+  for (Mode mode : {Mode::throughput, Mode::low_latency}) {
+    for (int num_ranks : {1, 2, 3, 4, 5, 7, 8}) all.push_back({num_ranks, 1, mode});
+    for (int num_ranks : {2, 5}) all.push_back({num_ranks, 2, mode});
+  }
+  return all;
+}
+
+INSTANTIATE_TEST_SUITE_P(Cuda, CudaContract, ::testing::ValuesIn(cases()), case_name);
+
+}  // namespace
+}  // namespace turnout::testing
