@@ -117,9 +117,9 @@ void check_alive(const engine::Context& context, const std::string& what, const 
   if (t.defined() && t.data && context.is_released(t.data)) refuse(what + " is a view of a result that was released");
 }
 
-const internal::Routing& check_handle(const std::string& call, const engine::Context& context, const Handle* handle) {
-  if (!handle || !*handle) refuse(call + ": handle is empty; give the handle of a dispatch of this Buffer");
-  if (handle->routing()->buffer != context.serial) refuse(call + ": handle was made by another Buffer (or one that is closed)");
+const internal::Routing& check_handle(const char* call, const engine::Context& context, const Handle* handle) {
+  if (!handle || !*handle) refuse(std::string(call) + ": handle is empty; give the handle of a dispatch of this Buffer");
+  if (handle->routing()->buffer != context.serial) refuse(std::string(call) + ": handle was made by another Buffer (or one that is closed)");
   return *handle->routing();
 }
 
