@@ -130,6 +130,7 @@ struct RandomLimits {
   std::vector<Layout> layouts{Layout::rank_major, Layout::expert_major, Layout::expert_slab};
   std::vector<DType> dtypes{DType::bf16, DType::fp16, DType::fp32, DType::fp64, DType::u8, DType::i64};
   bool exact = true, capacity = true, quantize = true, side = true, several_nodes = true;
+  bool aligned = false;  ///< rows of whole 128-byte blocks, side arrays of whole 16-byte words
 };
 
 /// A dispatch and the choices of a combine of it.
@@ -179,6 +180,7 @@ inline RandomProblem random_problem(uint64_t seed, const RandomLimits& limits) {
   for (int r = 0; r < limits.num_ranks; ++r) p.node_of_rank.push_back(static_cast<int>(random.below(num_nodes)));
   d.num_topk = static_cast<int>(random.between(1, limits.max_topk));
   d.hidden = random.between(1, limits.max_hidden);
+  if (limits.aligned) d.hidden = (d.hidden + 127) / 128 * 128;
   d.dtype = random.one_of(limits.dtypes);
   d.has_weights = random.chance(0.7);
   d.layout = random.one_of(limits.layouts);
@@ -187,7 +189,7 @@ inline RandomProblem random_problem(uint64_t seed, const RandomLimits& limits) {
   if (limits.quantize && can_quantize && random.chance(0.3)) d.quantize = random.chance(0.5) ? Quantize::fp8_e4m3 : Quantize::fp8_e4m3_ue8m0;
   for (int64_t i = limits.side ? random.below(3) : 0; i > 0; --i) {
     p.side_dtypes.push_back(random.one_of(std::vector<DType>{DType::fp32, DType::u8, DType::bf16}));
-    d.side_bytes.push_back(static_cast<size_t>(random.between(1, 5)) * size_of(p.side_dtypes.back()));
+    d.side_bytes.push_back(static_cast<size_t>(random.between(1, 5)) * (limits.aligned ? 16 : size_of(p.side_dtypes.back())));
   }
   for (int r = 0; r < limits.num_ranks; ++r) {
     core::DispatchInput& in = d.ranks.emplace_back();
@@ -200,8 +202,9 @@ inline RandomProblem random_problem(uint64_t seed, const RandomLimits& limits) {
   if (d.layout == Layout::expert_slab || (limits.capacity && (!limits.exact || random.chance(0.5)))) d.capacity = random_capacity(random, d);
 
   const bool by_rank = d.layout == Layout::rank_major;
-  p.dtype = random.one_of(std::vector<DType>{DType::bf16, DType::fp16, DType::fp32, DType::fp64});
+  p.dtype = random.one_of(limits.aligned ? std::vector<DType>{DType::bf16, DType::fp16} : std::vector<DType>{DType::bf16, DType::fp16, DType::fp32, DType::fp64});
   p.hidden = random.chance(0.7) ? d.hidden : random.between(1, limits.max_hidden);
+  if (limits.aligned) p.hidden = (p.hidden + 7) / 8 * 8;
   p.apply = random.one_of(std::vector<CombineWeights>{CombineWeights::none, CombineWeights::source, CombineWeights::rows});
   if (p.apply == CombineWeights::source && (by_rank || !d.has_weights)) p.apply = CombineWeights::none;
   p.wire = random.one_of(std::vector<Wire>{Wire::payload, Wire::fp32, Wire::fp8, Wire::rows});

@@ -69,4 +69,18 @@ inline MoveShape move_shape(const DispatchArgs& a, int blocks) {
   return p;
 }
 
+/// The bulk form of a combine: a ring of rows in each block, and how far it runs ahead with what others wait for.
+struct CombineShape {
+  int stages = 0, stage_bytes = 0;
+  int lead = 640;  ///< tokens by which partial sums for other ranks are ahead of own tokens: about 30 us
+};
+inline constexpr int kMostCombineStages = 32;
+
+inline CombineShape combine_shape(const CombineArgs& a) {
+  CombineShape p;
+  p.stage_bytes = static_cast<int>((a.hidden * 2 + 127) / 128 * 128);
+  p.stages = std::min(kMostCombineStages, kRingBytes / std::max(p.stage_bytes, 1));
+  return p;
+}
+
 }  // namespace turnout::engine::cuda

@@ -20,13 +20,9 @@ namespace {
 
 constexpr int kSummers = 14, kAnnouncer = kSummers, kLoader = kSummers + 1, kScout = kSummers + 2, kThreads = (kSummers + 3) * 32;
 constexpr int kSumThreads = kSummers * 32;
-constexpr int kMostStages = 32, kBatchItems = 8, kBatchPairs = 64, kPushRoom = 128;
+constexpr int kMostStages = kMostCombineStages, kBatchItems = 8, kBatchPairs = 64, kPushRoom = 128;
 constexpr int kAtOnce = 4;  ///< rows that the loader starts together: few, so that the ring never runs dry
-constexpr int kLead = 640;  ///< tokens by which partial sums for others are ahead of own tokens: about 30 us
 
-struct CombineShape {
-  int stages = 0, stage_bytes = 0;
-};
 
 #ifdef TURNOUT_HAS_BULK
 enum Tag : uint32_t { kItemMask = 7, kRow = 8, kWeighted = 16, kEndPart = 32, kEndItem = 64, kPush = 128, kStop = 256 };
@@ -96,7 +92,8 @@ struct PushList {
 
 class Scout {
  public:
-  __device__ Scout(const CombineArgs& a, Shared& sh, Call call) : a_(a), sh_(sh), call_(call), k_(a.num_topk), me_(a.common.team.rank), ranks_(a.common.team.num_ranks) {}
+  __device__ Scout(const CombineArgs& a, const CombineShape& p, Shared& sh, Call call)
+      : a_(a), sh_(sh), call_(call), lead_(p.lead), k_(a.num_topk), me_(a.common.team.rank), ranks_(a.common.team.num_ranks) {}
 
   __device__ void run() {
     const PushList list(sh_, ranks_, me_);
@@ -132,7 +129,7 @@ class Scout {
  private:
   __device__ bool may_own(const Tickets& own, const Tickets& push, const PushList& list) const {
     const int token = own.peek(), ahead = push.peek();
-    return token != INT_MAX && (ahead == INT_MAX || ahead >= (token + kLead) * list.others);
+    return token != INT_MAX && (ahead == INT_MAX || ahead >= (token + lead_) * list.others);
   }
   __device__ const std::byte* y_row(int64_t row) const { return a_.y + row * a_.y_stride; }
   __device__ uint32_t segment(uint64_t bits, int item) const { return static_cast<uint32_t>(bits >> (item * k_)) & (k_ == 32 ? ~0u : (1u << k_) - 1); }
@@ -272,7 +269,7 @@ class Scout {
   const CombineArgs& a_;
   Shared& sh_;
   Call call_;
-  int k_, me_, ranks_;
+  int lead_, k_, me_, ranks_;
   uint32_t num_pushes_ = 0;
 };
 
@@ -478,7 +475,7 @@ __global__ void __launch_bounds__(kThreads, 1) bulk_combine_kernel(const __grid_
   const Common& c = a.common;
   const Call call = call_of(c);
   if (set_up(a, p, sh, call)) {
-    if (warp_id() == kScout) Scout(a, sh, call).run();
+    if (warp_id() == kScout) Scout(a, p, sh, call).run();
     else if (warp_id() == kLoader) Loader(a, p, sh, ring, call).run();
     else if (warp_id() == kAnnouncer) announce(a, sh, call);
     else sum_rows<kBf16, kEach>(a, p, sh, ring);
@@ -499,12 +496,6 @@ Kernel kernel_of(int each) {
 int each_of(int64_t hidden) {
   const int64_t n = (hidden / 8 + kSumThreads - 1) / kSumThreads;
   return n <= 3 ? static_cast<int>(n) : 0;
-}
-CombineShape combine_shape(const CombineArgs& a) {
-  CombineShape p;
-  p.stage_bytes = static_cast<int>(core::align_up(a.hidden * 2, 128));
-  p.stages = std::min(kMostStages, kRingBytes / std::max(p.stage_bytes, 1));
-  return p;
 }
 bool aligned(const void* p, int64_t a) { return (reinterpret_cast<uintptr_t>(p) | static_cast<uintptr_t>(a)) % 16 == 0; }
 
