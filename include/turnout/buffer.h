@@ -43,6 +43,7 @@ struct DispatchArgs {
   /// Too little room here, or for result = lease, raises on all ranks and nothing is delivered.
   TensorView out{};
   Receive receive = Receive::deferred;  ///< of dispatch_async
+  int num_sms = 0;                      ///< GPU: most multiprocessors that the call takes; 0: as many as it gains from
   OnFailure on_failure = OnFailure::raise;
   int lane = 0;  ///< one that is not there raises on all ranks; if there are several, they stay aborted until recover()
   Stream stream{};
@@ -97,6 +98,7 @@ struct CombineArgs {
   TensorView out{};           ///< optional [T, H'] of y's dtype
   Mode mode = Mode::automatic;
   OnFailure on_failure = OnFailure::raise;
+  int num_sms = 0;  ///< as in DispatchArgs
   int lane = 0;
   Stream stream{};
 };
@@ -175,6 +177,10 @@ class TURNOUT_API Buffer {
   void recover();
   /// Non-zero once the Buffer is aborted; may be read at any time.
   const uint64_t* status_word() const;
+  /// GPU, collective: gives the arena's physical memory back (leases lose their rows), and maps fresh memory at the same addresses.
+  /// REQUIRES: no call is under way. Throws: InvalidArgument on a CPU or out of turn, TransportError (memory; shared by cudaIpc).
+  void suspend();
+  void resume();
   /// Later calls raise InvalidArgument; peers that wait for this rank raise PeerFailed. Local, idempotent; as is destruction.
   void close();
 

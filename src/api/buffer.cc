@@ -41,6 +41,8 @@ const uint64_t* Buffer::status_word() const {
   if (impl_->device()) return impl_->device()->status_word();
   return reinterpret_cast<const uint64_t*>(&impl_->context()->status);
 }
+void Buffer::suspend() { impl_->suspend(); }
+void Buffer::resume() { impl_->resume(); }
 void Buffer::close() { impl_->close(); }
 
 const BufferConfig& Buffer::config() const { return impl_->context()->config; }

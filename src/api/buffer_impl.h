@@ -72,6 +72,8 @@ class BufferImpl : public std::enable_shared_from_this<BufferImpl> {
   void check();
   void synchronize();
   void recover();
+  void suspend();
+  void resume();
   void close();
   void require_open(const char* call) const;
 

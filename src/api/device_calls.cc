@@ -77,6 +77,10 @@ std::shared_ptr<PendingImpl> BufferImpl::issue(const Args& args, int lane, Issue
       throw InvalidArgument("lane " + std::to_string(lane) + " has " + std::to_string(device_->num_outstanding(lane)) + " calls in flight, at most " +
                             std::to_string(context_->config.max_outstanding) + " (max_outstanding); wait for one first");
     }
+    if (args.num_sms < 0 || args.num_sms > device_->num_sms()) {
+      throw InvalidArgument("num_sms is " + std::to_string(args.num_sms) + ", but this GPU has " + std::to_string(device_->num_sms()) +
+                            " multiprocessors; give 1 to " + std::to_string(device_->num_sms()) + ", or 0 for the default");
+    }
     issue_call(*pending);
   } catch (const InvalidArgument&) {
     const std::exception_ptr why = std::current_exception();
@@ -116,6 +120,20 @@ std::shared_ptr<PendingImpl> BufferImpl::start_on_device(const CombineArgs& args
     pending.combine_args = args;
     pending.device = device_->combine(args, api::facts_of(*context_, args), facts_of(*pending.routing), pending.routing->device, receive_now);
   });
+}
+
+void BufferImpl::suspend() {
+  require_open("suspend");
+  if (!device_) throw InvalidArgument("suspend: this Buffer is on the CPU; suspend() gives back the memory of a GPU");
+  std::lock_guard lock(communicator_->mutex);
+  device_->suspend();
+}
+
+void BufferImpl::resume() {
+  require_open("resume");
+  if (!device_) throw InvalidArgument("resume: this Buffer is on the CPU");
+  std::lock_guard lock(communicator_->mutex);
+  device_->resume();
 }
 
 DispatchResult BufferImpl::finish_dispatch_on_device(PendingImpl& pending) {

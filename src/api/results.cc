@@ -174,6 +174,10 @@ Result Pending<Result>::wait() {
 
 template <class Result>
 TensorView Pending<Result>::arrived() const {
+  if (impl_ && impl_->device) {
+    int64_t* counters = impl_->device->arrived();
+    return counters ? TensorView::dense(counters, DType::i64, {impl_->buffer->context()->num_ranks}, impl_->buffer->context()->config.device) : TensorView();
+  }
   if (!impl_ || !impl_->dispatch) return {};
   return TensorView::dense(impl_->dispatch->arrived(), DType::i64, {impl_->buffer->context()->num_ranks});
 }

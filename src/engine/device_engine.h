@@ -91,6 +91,7 @@ class DeviceEngine {
   virtual size_t num_bytes() const = 0;
   virtual int num_outstanding(int lane) const = 0;
   virtual std::string_view transport() const = 0;
+  virtual int num_sms() const = 0;
   virtual void suspend() = 0;
   virtual void resume() = 0;
   /// Whether an address lies in a part of the receive region that no result holds.

@@ -31,8 +31,9 @@ struct Received {  // ids, positions and weights as the sources put them into th
 };
 __device__ __forceinline__ Received received(const DispatchArgs& a) {
   const std::byte* block = a.common.team.base[a.common.team.rank] + a.block;
-  return {reinterpret_cast<const int32_t*>(block + a.offsets.idx), reinterpret_cast<const int32_t*>(block + a.offsets.pair),
-          reinterpret_cast<const float*>(block + a.offsets.weights)};
+  const BlockOffsets offsets = block_offsets(a, a.block_rows);
+  return {reinterpret_cast<const int32_t*>(block + offsets.idx), reinterpret_cast<const int32_t*>(block + offsets.pair),
+          reinterpret_cast<const float*>(block + offsets.weights)};
 }
 
 __device__ bool wait_meta(const DispatchArgs& a, Call call) {
@@ -255,9 +256,9 @@ __device__ void admit(const DispatchArgs& a, Call call, int32_t* begins) {
     const bool planned = threadIdx.x == 0 ? wait_local(c, call.epoch, &a.flags[kPlanReady]) : true;
     if (!__syncthreads_and(planned)) return;
   }
-  const int role = take_role(c, call, kRoleTicket);
-  if (!wait_meta(a, call)) return;
-  if (role == 0) {
+  // One block waits for what peers send, and for all: many polling threads would slow down what they wait for.
+  if (take_role(c, call, kRoleTicket) == 0) {
+    if (!wait_meta(a, call)) return;
     make_tables(a, local);
     if (threadIdx.x == 0) {
       __threadfence();

@@ -121,13 +121,12 @@ struct SideArray {
   int64_t src_stride = 0;
   std::byte* out = nullptr;        ///< rows of the result, `bytes` apart
   int32_t bytes = 0;
-  int32_t block_offset_128 = 0;    ///< in the receive block, in units of 128 bytes
 };
 inline constexpr int kMaxSide = 16;
 
-/// Offsets in a receive block of N rows: rows of x (x_stride apart), scales, side arrays, then three [N, K] arrays.
+/// Offsets in a receive block of some number of rows: rows of x (from 0 on), scales, side arrays, then three [N, K] arrays.
 struct BlockOffsets {
-  size_t x = 0, scales = 0, idx = 0, weights = 0, pair = 0, num_bytes = 0;
+  int64_t scales = 0, side = 0, idx = 0, weights = 0, pair = 0, num_bytes = 0;
 };
 
 struct DispatchArgs {
@@ -149,11 +148,11 @@ struct DispatchArgs {
   // Rows: what one consists of, after quantisation, in bytes.
   int64_t x_bytes = 0, scale_bytes = 0, x_block_stride = 0;
 
-  // The block that peers write, `block_rows` rows, at `block` of the own arena. Every rank's block has the same format.
+  // The block that peers write, `block_rows` rows, at `block` of the own arena. Exact size: ranks differ in their rows, and so in
+  // the offsets of what lies behind x: whoever writes takes them from the rows that were offered (block_offsets).
   size_t block = 0;
   int64_t block_rows = 0;
   int64_t first_row = 0;  ///< exact, in rounds: rows of a destination before this one went in earlier rounds
-  BlockOffsets offsets;
 
   // The result. Straight: rank_major rows stay where they landed (a lease).
   bool straight = false;
@@ -178,6 +177,30 @@ struct DispatchArgs {
   uint32_t* flags = nullptr;        ///< [kNumFlags] local signals: epochs
   int64_t* counts_for_host = nullptr;  ///< exact: mapped [R * R + max_local + 2], the last word is the epoch
 };
+
+/// Offsets in a block of `rows` rows.
+TURNOUT_HOST_DEVICE constexpr BlockOffsets block_offsets(const DispatchArgs& a, int64_t rows) {
+  BlockOffsets o;
+  o.scales = core::align_up(rows * a.x_block_stride, 128);
+  o.side = core::align_up(o.scales + rows * a.scale_bytes, 128);
+  int64_t at = o.side;
+  for (int s = 0; s < a.num_side; ++s) at = core::align_up(at + rows * a.side[s].bytes, 128);
+  o.idx = o.weights = o.pair = at;
+  if (!a.cached) {
+    o.weights = core::align_up(o.idx + rows * a.num_topk * 4, 128);
+    o.pair = core::align_up(o.weights + (a.has_weights ? rows * a.num_topk * 4 : 0), 128);
+    at = core::align_up(o.pair + rows * a.num_topk * 4, 128);
+  }
+  o.num_bytes = at;
+  return o;
+}
+/// Where side array `s` begins.
+TURNOUT_HOST_DEVICE constexpr int64_t side_offset(const DispatchArgs& a, const BlockOffsets& o, int64_t rows, int s) {
+  int64_t at = o.side;
+  for (int i = 0; i < s; ++i) at = core::align_up(at + rows * a.side[i].bytes, 128);
+  return at;
+}
+
 /// Tokens are counted in at most so many chunks.
 inline constexpr int kMaxChunks = 64;
 /// Local signals after the chunks' own (in DispatchArgs::flags).

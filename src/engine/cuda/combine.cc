@@ -87,7 +87,7 @@ std::unique_ptr<DevicePending> Engine::combine(const turnout::CombineArgs& args,
   a.out_side = a.side ? reinterpret_cast<float*>(base + x_bytes + lost_bytes) : nullptr;
 
   LaneState& lane = lanes_[static_cast<size_t>(args.lane)];
-  check(launch_combine(a, true, receive_now, blocks(num_sms_), stream), "combine kernel");
+  check(launch_combine(a, true, receive_now, blocks(args.num_sms > 0 ? args.num_sms : num_sms_), stream), "combine kernel");
   ++lane.num_sends;
   ++lane.outstanding;
   pending->epoch = lane.num_sends;

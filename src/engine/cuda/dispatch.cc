@@ -139,22 +139,8 @@ DispatchArgs Engine::dispatch_args(const turnout::DispatchArgs& args, const Call
 
 /// The block that peers write: rows, scales, side arrays, then ids, weights and positions.
 void Engine::place_block(DispatchArgs& a, int64_t rows, std::shared_ptr<Hold>* block, cudaStream_t stream) const {
-  int64_t at = 0;
-  const auto take = [&](int64_t bytes) {
-    const int64_t here = at;
-    at = up(at + bytes, 128);
-    return here;
-  };
   a.block_rows = rows;
-  a.offsets.x = static_cast<size_t>(take(rows * a.x_block_stride));
-  a.offsets.scales = static_cast<size_t>(take(rows * a.scale_bytes));
-  for (int s = 0; s < a.num_side; ++s) a.side[s].block_offset_128 = static_cast<int32_t>(take(rows * a.side[s].bytes) / 128);
-  if (!a.cached) {
-    a.offsets.idx = static_cast<size_t>(take(rows * a.num_topk * 4));
-    a.offsets.weights = static_cast<size_t>(take(a.has_weights ? rows * a.num_topk * 4 : 0));
-    a.offsets.pair = static_cast<size_t>(take(rows * a.num_topk * 4));
-  }
-  a.offsets.num_bytes = static_cast<size_t>(at);
+  const int64_t at = block_offsets(a, rows).num_bytes;
   const std::optional<Lease> lease = shared_->region.take(static_cast<size_t>(at), stream);
   if (!lease) {
     throw InvalidArgument("dispatch: " + std::to_string(rows) + " rows need " + std::to_string(at) + " bytes of the receive region, which has " +
@@ -240,8 +226,8 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
   a = dispatch_args(args, facts, routing);
   std::shared_ptr<RoutingMemory> fresh;
   int64_t rows = 0;
-  const int plan_blocks = blocks(kMaxChunks);
-  a.move_blocks = blocks(num_sms_);
+  const int plan_blocks = blocks(args.num_sms > 0 ? args.num_sms : kMaxChunks);
+  a.move_blocks = blocks(args.num_sms > 0 ? args.num_sms : num_sms_);
   bool planned = false;
   if (cached) {
     pending->routing = std::static_pointer_cast<const RoutingMemory>(cached);
@@ -255,7 +241,8 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
     a.routing = fresh->view;
     const int64_t most = config_.max_tokens_per_rank * num_ranks_;
     if (a.capacity >= 0) {
-      rows = a.layout == Layout::expert_slab ? most : std::min(a.capacity, most);
+      // rank_major results are as long as the capacity says, and they may stay in the block.
+      rows = a.layout == Layout::expert_slab ? most : a.layout == Layout::rank_major ? a.capacity : std::min(a.capacity, most);
       a.result_rows = a.layout == Layout::expert_slab ? a.capacity * a.num_local : a.capacity;
     } else {
       if (capture_of(stream)) throw InvalidArgument("dispatch: size is exact, so the host must wait for counts, but the stream is being captured; give a capacity");
@@ -272,17 +259,18 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
   place_block(a, rows, &pending->block, stream);
   if (a.straight) {
     std::byte* base = pending->block->data();
-    a.out_x = base + a.offsets.x;
+    const BlockOffsets offsets = block_offsets(a, rows);
+    a.out_x = base;
     a.out_stride = a.x_block_stride;
-    a.out_scales = base + a.offsets.scales;
-    for (int s = 0; s < a.num_side; ++s) a.side[s].out = base + static_cast<int64_t>(a.side[s].block_offset_128) * 128;
+    a.out_scales = base + offsets.scales;
+    for (int s = 0; s < a.num_side; ++s) a.side[s].out = base + side_offset(a, offsets, rows, s);
     pending->result = pending->block;
   } else {
     place_result(args, a, &pending->result, stream);
   }
   // Bulk copies need few SMs where they only send; offers say how many blocks will announce.
   const bool bulk = can_move_bulk(a);
-  if (bulk) a.move_blocks = blocks(default_move_sms(a));
+  if (bulk && args.num_sms <= 0) a.move_blocks = blocks(default_move_sms(a));
   a.chained = bulk && !cached && !planned && receive_now;
   if (args.receive == Receive::resident && !receive_now) {
     pending->counters = std::make_shared<Hold>(shared_, shared_->own, static_cast<size_t>(num_ranks_) * 8, stream);

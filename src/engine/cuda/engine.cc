@@ -371,7 +371,17 @@ void Engine::recover() {
   bootstrap_.barrier("recovered");
 }
 
+void Engine::suspend() {
+  CurrentDevice current(device_);
+  std::lock_guard lock(mutex_);
+  check(cudaDeviceSynchronize(), "suspend: waiting for earlier calls");
+  shared_->window->suspend();
+}
+
+/// The arena is zero again, which is older than any epoch to come.
 void Engine::resume() {
+  CurrentDevice current(device_);
+  std::lock_guard lock(mutex_);
   shared_->window->resume();
 }
 

@@ -99,8 +99,9 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
   const uint64_t* status_word() const override { return &words_->device()->status; }
   size_t num_bytes() const override { return shared_->arena.num_bytes; }
   int num_outstanding(int lane) const override { return lanes_[static_cast<size_t>(lane)].outstanding; }
+  int num_sms() const override { return num_sms_; }
   std::string_view transport() const override { return shared_->window->transport(); }
-  void suspend() override { shared_->window->suspend(); }
+  void suspend() override;
   void resume() override;
   bool is_released(const void* address) const override;
 

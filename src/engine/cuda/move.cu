@@ -18,11 +18,12 @@ __device__ __forceinline__ void write_row(const DispatchArgs& a, int64_t token, 
   else quantize_row(a.dtype, a.quantize, from, a.hidden, x, scales);
 }
 
-__device__ void send_row(const DispatchArgs& a, int64_t token, std::byte* block, int64_t row) {
-  write_row(a, token, block + a.offsets.x + row * a.x_block_stride, block + a.offsets.scales + row * a.scale_bytes);
+__device__ void send_row(const DispatchArgs& a, int64_t token, std::byte* block, int64_t rows, int64_t row) {
+  const BlockOffsets offsets = block_offsets(a, rows);
+  write_row(a, token, block + row * a.x_block_stride, block + offsets.scales + row * a.scale_bytes);
   for (int s = 0; s < a.num_side; ++s) {
     const SideArray& side = a.side[s];
-    copy_row(block + static_cast<size_t>(side.block_offset_128) * 128 + row * side.bytes, side.src + token * side.src_stride, side.bytes);
+    copy_row(block + side_offset(a, offsets, rows, s) + row * side.bytes, side.src + token * side.src_stride, side.bytes);
   }
 }
 
@@ -30,16 +31,17 @@ __device__ void send_row(const DispatchArgs& a, int64_t token, std::byte* block,
 __device__ void place_row(const DispatchArgs& a, const std::byte* block, int64_t row, int64_t token, int64_t to) {
   std::byte* x = a.out_x + to * a.out_stride;
   std::byte* scales = a.out_scales + to * a.scale_bytes;
+  const BlockOffsets offsets = block_offsets(a, a.block_rows);
   if (token >= 0) {
     write_row(a, token, x, scales);
   } else {
-    copy_row(x, block + a.offsets.x + row * a.x_block_stride, a.x_bytes);
-    if (a.scale_bytes) copy_row(scales, block + a.offsets.scales + row * a.scale_bytes, a.scale_bytes);
+    copy_row(x, block + row * a.x_block_stride, a.x_bytes);
+    if (a.scale_bytes) copy_row(scales, block + offsets.scales + row * a.scale_bytes, a.scale_bytes);
   }
   for (int s = 0; s < a.num_side; ++s) {
     const SideArray& side = a.side[s];
     const std::byte* from =
-        token >= 0 ? side.src + token * side.src_stride : block + static_cast<size_t>(side.block_offset_128) * 128 + row * side.bytes;
+        token >= 0 ? side.src + token * side.src_stride : block + side_offset(a, offsets, a.block_rows, s) + row * side.bytes;
     copy_row(side.out + to * side.bytes, from, side.bytes);
   }
 }
@@ -58,7 +60,7 @@ __device__ void send_rows(const DispatchArgs& a, const Offer* offers, Call call,
         const int d = __shfl_sync(kFull, dest, from), i = __shfl_sync(kFull, at, from);
         const int64_t row = static_cast<int64_t>(a.routing.send_begin[d]) + i - a.first_row;
         if (row < 0 || row >= offers[d].rows) continue;
-        send_row(a, token, offered_block(c, d, offers[d]), row);
+        send_row(a, token, offered_block(c, d, offers[d]), offers[d].rows, row);
         if (a.straight) continue;
         __syncwarp();
         if (lane_id() == 0) {

@@ -277,6 +277,8 @@ __device__ void tell_host(const DispatchArgs& a, uint32_t epoch) {
 struct Places {  // where this rank's rows go
   Offer offers[kMaxRanks];
   int32_t begin[kMaxRanks];
+  int32_t *idx[kMaxRanks], *pair[kMaxRanks];
+  float* weights[kMaxRanks];
 };
 
 /// Ids, weights and positions of a step that is in shared memory, placed, to the blocks that its rows will go to.
@@ -292,11 +294,10 @@ __device__ void send_step(const DispatchArgs& a, const Shared& s, const Places& 
       if (d < 0) continue;
       const int64_t row = static_cast<int64_t>(places.begin[d]) + s.slot[j] - a.first_row;
       if (row < 0 || row >= places.offers[d].rows) continue;
-      std::byte* block = offered_block(c, d, places.offers[d]);
       const int64_t to = row * topk + (i - first);
-      reinterpret_cast<int32_t*>(block + a.offsets.idx)[to] = owner == d ? local : -1;
-      reinterpret_cast<int32_t*>(block + a.offsets.pair)[to] = pair;
-      if (a.has_weights) reinterpret_cast<float*>(block + a.offsets.weights)[to] = owner == d ? weight : 0.0f;
+      places.idx[d][to] = owner == d ? local : -1;
+      places.pair[d][to] = pair;
+      if (a.has_weights) places.weights[d][to] = owner == d ? weight : 0.0f;
     }
   }
 }
@@ -333,6 +334,11 @@ __device__ bool gather_places(const DispatchArgs& a, Call call, Places* places) 
   for (int d = static_cast<int>(threadIdx.x); good && d < c.team.num_ranks; d += kThreads) {
     places->begin[d] = __ldcg(&a.routing.send_begin[d]);
     good = wait_offer(c, call, d, &places->offers[d]);
+    std::byte* block = offered_block(c, d, places->offers[d]);
+    const BlockOffsets offsets = block_offsets(a, places->offers[d].rows);
+    places->idx[d] = reinterpret_cast<int32_t*>(block + offsets.idx);
+    places->pair[d] = reinterpret_cast<int32_t*>(block + offsets.pair);
+    places->weights[d] = reinterpret_cast<float*>(block + offsets.weights);
   }
   return __syncthreads_and(good);
 }

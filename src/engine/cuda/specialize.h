@@ -16,6 +16,7 @@ struct MoveShape {
   int row_bytes = 0;    ///< what bulk loads bring: x and side arrays
   int scales_at = 0;    ///< quantised: behind the row
   int side_at[kMaxSide] = {};
+  int64_t block_scales = 0, block_side[kMaxSide] = {};  ///< offsets in this rank's block
   int index_at = 0;     ///< positions of the token's rows, then (index_room further) their ranks
   int index_room = 0;
   int stage_bytes = 0;
@@ -31,7 +32,7 @@ struct MoveShape {
 inline int default_move_sms(const DispatchArgs& a) { return a.straight ? 16 : 132; }
 
 /// Warps that issue bulk copies: one issues a row in about 0.5 us.
-inline int issuing_warps(int row_bytes) { return row_bytes >= 12000 ? 1 : row_bytes >= 9000 ? 2 : row_bytes >= 3000 ? 4 : 8; }
+inline int issuing_warps(int row_bytes) { return row_bytes >= 12000 ? 2 : row_bytes >= 9000 ? 3 : row_bytes >= 5000 ? 5 : 8; }
 
 inline MoveShape move_shape(const DispatchArgs& a, int blocks) {
   const auto up = [](int64_t n, int64_t to) { return static_cast<int>((n + to - 1) / to * to); };
@@ -48,7 +49,10 @@ inline MoveShape move_shape(const DispatchArgs& a, int blocks) {
     widest = std::max(widest, up(a.side[s].bytes, 16));
   }
   p.index_at = at;
-  p.index_room = up(a.num_topk * 4 + 16, 16);
+  p.index_room = up(a.num_topk * 4, 16);
+  const BlockOffsets offsets = block_offsets(a, a.block_rows);
+  p.block_scales = offsets.scales;
+  for (int s = 0; s < a.num_side; ++s) p.block_side[s] = side_offset(a, offsets, a.block_rows, s);
   p.stage_bytes = up(at + 2 * p.index_room, 128);
   const bool pads = !a.straight && a.layout == Layout::expert_major && a.alignment > 1;
   p.zero_bytes = pads ? std::max(widest, up(a.scale_bytes, 16)) : 0;
@@ -72,7 +76,7 @@ inline MoveShape move_shape(const DispatchArgs& a, int blocks) {
 /// The bulk form of a combine: a ring of rows in each block, and how far it runs ahead with what others wait for.
 struct CombineShape {
   int stages = 0, stage_bytes = 0;
-  int lead = 640;  ///< tokens by which partial sums for other ranks are ahead of own tokens: about 30 us
+  int lead = 900;  ///< tokens by which partial sums for other ranks are ahead of own tokens: about 40 us
 };
 inline constexpr int kMostCombineStages = 32;
 

@@ -37,25 +37,45 @@ __device__ __forceinline__ void fetch(std::byte* to, const std::byte* from, int 
     }
   }
 }
+/// The same for a row and what lies beside it, up to 512 bytes of which come together with the row.
+__device__ __forceinline__ void fetch_both(std::byte* to, const std::byte* from, int bytes, std::byte* to_side, const std::byte* side, int side_bytes) {
+  const bool mine = lane_id() < side_bytes / 16;
+  uint4 w;
+  if (mine) w = load_stream(reinterpret_cast<const uint4*>(side) + lane_id());
+  fetch(to, from, bytes);
+  if (mine) reinterpret_cast<uint4*>(to_side)[lane_id()] = w;
+  if (side_bytes > 512) fetch(to_side + 512, side + 512, side_bytes - 512);
+}
 
 /// A row of the block that has arrived.
 __device__ __forceinline__ void fetch_arrived(const DispatchArgs& a, const MoveShape& p, int64_t row, std::byte* stage) {
   const std::byte* block = a.common.team.base[a.common.team.rank] + a.block;
-  fetch(stage, block + a.offsets.x + row * a.x_block_stride, static_cast<int>(a.x_bytes));
-  if (a.scale_bytes) fetch(stage + p.scales_at, block + a.offsets.scales + row * a.scale_bytes, static_cast<int>(a.scale_bytes));
-  for (int s = 0; s < a.num_side; ++s) {
-    const SideArray& side = a.side[s];
-    fetch(stage + p.side_at[s], block + static_cast<size_t>(side.block_offset_128) * 128 + row * side.bytes, side.bytes);
+  const std::byte *x = block + row * a.x_block_stride, *scales = block + p.block_scales + row * a.scale_bytes;
+  int s = 0;
+  if (a.scale_bytes || a.num_side == 0) {
+    fetch_both(stage, x, static_cast<int>(a.x_bytes), stage + p.scales_at, scales, static_cast<int>(a.scale_bytes));
+  } else {
+    fetch_both(stage, x, static_cast<int>(a.x_bytes), stage + p.side_at[0], block + p.block_side[0] + row * a.side[0].bytes, a.side[0].bytes);
+    s = 1;
   }
+  for (; s < a.num_side; ++s) fetch(stage + p.side_at[s], block + p.block_side[s] + row * a.side[s].bytes, a.side[s].bytes);
 }
 
 /// A row of x, quantised if asked, with its side arrays.
 __device__ __forceinline__ void fetch_token(const DispatchArgs& a, const MoveShape& p, int64_t token, std::byte* stage) {
   const std::byte* x = a.x + token * a.x_stride;
-  if (a.quantize == Quantize::none) fetch(stage, x, static_cast<int>(a.x_bytes));
-  else if (a.dtype == DType::bf16) quantize_to_shared<true>(x, static_cast<int>(a.hidden), a.quantize, stage, stage + p.scales_at);
-  else quantize_to_shared<false>(x, static_cast<int>(a.hidden), a.quantize, stage, stage + p.scales_at);
-  for (int s = 0; s < a.num_side; ++s) fetch(stage + p.side_at[s], a.side[s].src + token * a.side[s].src_stride, a.side[s].bytes);
+  int s = 0;
+  if (a.quantize == Quantize::none) {
+    const bool side = a.num_side > 0;
+    fetch_both(stage, x, static_cast<int>(a.x_bytes), stage + p.side_at[0], side ? a.side[0].src + token * a.side[0].src_stride : nullptr,
+               side ? a.side[0].bytes : 0);
+    s = side;
+  } else if (a.dtype == DType::bf16) {
+    quantize_to_shared<true>(x, static_cast<int>(a.hidden), a.quantize, stage, stage + p.scales_at);
+  } else {
+    quantize_to_shared<false>(x, static_cast<int>(a.hidden), a.quantize, stage, stage + p.scales_at);
+  }
+  for (; s < a.num_side; ++s) fetch(stage + p.side_at[s], a.side[s].src + token * a.side[s].src_stride, a.side[s].bytes);
 }
 #endif
 

@@ -283,6 +283,7 @@ class Loader {
       Batch& b = sh_.batch[n % 2];
       barrier_wait(&sh_.batch_full[n % 2], static_cast<uint32_t>(n / 2) & 1);
       if (b.last) break;
+      look(b);
       for (int first = 0; good && first < b.num_entries; first += kAtOnce) good = issue(b, first);
       __syncwarp();
       if (good && lane_id() < b.num_tokens) a_.num_lost[b.token[lane_id()]] = __popc(b.asked[lane_id()] & ~b.present[lane_id()]);
@@ -310,6 +311,23 @@ class Loader {
     const auto bytes = static_cast<uint32_t>(a_.hidden * 2);
     barrier_expect(&sh_.full[slot], e.tag & kRow ? bytes : 0);
     if (e.tag & kRow) bulk_load(ring_ + static_cast<int64_t>(slot) * p_.stage_bytes, e.row, bytes, &sh_.full[slot]);
+  }
+  /// What has arrived already need not be asked for again, entry by entry.
+  __device__ void look(Batch& b) {
+    bool any = false;
+    for (int i = lane_id(); i < b.num_entries; i += 32) {
+      Entry& e = b.entries[i];
+      if (!e.signal) continue;
+      const uint64_t v = load_acquire(e.signal);
+      if (static_cast<uint32_t>(v >> 32) != call_.epoch) continue;
+      const auto mask = static_cast<uint32_t>(v);
+      atomicOr(&b.present[e.tag & kItemMask], mask);
+      if (!mask) e.tag &= ~kRow;  // the other rank dropped all of them
+      e.signal = nullptr;
+      any = true;
+    }
+    if (__any_sync(kFull, any)) fence_global_to_bulk();
+    __syncwarp();
   }
   /// A few entries, a lane each: those that are here, then those that must arrive. False: given up.
   __device__ bool issue(Batch& b, int first) {

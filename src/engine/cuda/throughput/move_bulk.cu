@@ -22,38 +22,42 @@ using Queue = AnnounceQueue<kMostPushers, kQueue>;
 
 struct Shared {
   alignas(8) uint64_t full[kMostStages];
-  int token[kMostStages];
-  std::byte* block[kMaxRanks];  ///< where this rank's rows go
+  std::byte *block[kMaxRanks], *scales[kMaxRanks];  ///< where this rank's rows go
   int32_t begin[kMaxRanks];
   Offer offers[kMaxRanks];
   int32_t begins[kMaxRanks + 1];
   Queue queue;
 };
 
-/// Chained: until the plan kernel has made its tables and placed all pairs. False: given up.
+/// Chained: until the plan kernel has made its tables and placed all pairs. First one thread, so that few poll. False: given up.
 __device__ bool wait_plan(const DispatchArgs& a, Call call) {
   const int chunks = num_chunks(a.num_tokens);
-  bool good = true;
-  for (int i = static_cast<int>(threadIdx.x); good && i <= chunks; i += kThreads) {
-    good = wait_local(a.common, call.epoch, &a.flags[i < chunks ? kPlaced + i : static_cast<int>(kPlanReady)]);
-  }
+  bool good = threadIdx.x == 0 ? wait_local(a.common, call.epoch, &a.flags[kPlanReady]) : true;
+  if (!__syncthreads_and(good)) return false;
+  for (int i = static_cast<int>(threadIdx.x); good && i < chunks; i += kThreads) good = wait_local(a.common, call.epoch, &a.flags[kPlaced + i]);
   return __syncthreads_and(good);
 }
 
-/// Everything that a block needs to know. False: given up.
-__device__ bool set_up(const DispatchArgs& a, const MoveShape& p, Shared& sh, std::byte* ring, Call call) {
-  const Common& c = a.common;
+__device__ void clear(const MoveShape& p, Shared& sh, std::byte* ring) {
   sh.queue.init();
   for (int i = static_cast<int>(threadIdx.x); i < kMostStages; i += kThreads) barrier_init(&sh.full[i], 1);
   for (int i = static_cast<int>(threadIdx.x) * 16; i < p.zero_bytes; i += kThreads * 16) *reinterpret_cast<uint4*>(ring + p.zero_at + i) = uint4{};
   fence_shared_to_bulk();
+}
+
+/// What a block needs to know, once the kernels before it have found it out. Those that send do not wait for the places in the result.
+/// False: given up.
+__device__ bool set_up(const DispatchArgs& a, Shared& sh, bool sends, Call call) {
+  const Common& c = a.common;
+  if (a.chained && !sends) wait_for_previous();
+  if (a.chained && sends && !wait_plan(a, call)) return false;
   if (!__syncthreads_and(!is_over(c, call))) return false;
-  if (a.chained && !wait_plan(a, call)) return false;
   if (!gather_offers(c, call, sh.offers)) return false;
   for (int d = static_cast<int>(threadIdx.x); d <= c.team.num_ranks; d += kThreads) {
     sh.begins[d] = __ldcg(&a.routing.recv_begin[d]);
     if (d == c.team.num_ranks) break;
     sh.block[d] = offered_block(c, d, sh.offers[d]);
+    sh.scales[d] = sh.block[d] + block_offsets(a, sh.offers[d].rows).scales;
     sh.begin[d] = __ldcg(&a.routing.send_begin[d]);
   }
   __syncthreads();
@@ -63,9 +67,9 @@ __device__ bool set_up(const DispatchArgs& a, const MoveShape& p, Shared& sh, st
 /// Writes a row that lies in a stage to all ranks that get it; returns how many entries it has put behind `count`. Lane k takes the
 /// token's k-th entry. The warp must commit.
 template <bool kAnnounce>
-__device__ __forceinline__ uint32_t send_stage(const DispatchArgs& a, const MoveShape& p, Shared& sh, const std::byte* stage, int index_offset, uint32_t count) {
-  const auto* index = reinterpret_cast<const int32_t*>(stage + p.index_at + index_offset);
-  const auto* ranks = reinterpret_cast<const int32_t*>(stage + p.index_at + p.index_room + index_offset);
+__device__ __forceinline__ uint32_t send_stage(const DispatchArgs& a, const MoveShape& p, Shared& sh, const std::byte* stage, uint32_t count) {
+  const auto* index = reinterpret_cast<const int32_t*>(stage + p.index_at);
+  const auto* ranks = reinterpret_cast<const int32_t*>(stage + p.index_at + p.index_room);
   const int me = a.common.team.rank;
   uint32_t put = 0;
   for (int k0 = 0; k0 < a.num_topk; k0 += 32) {
@@ -82,27 +86,50 @@ __device__ __forceinline__ uint32_t send_stage(const DispatchArgs& a, const Move
       put += n;
     }
     if (!goes) continue;
-    std::byte* block = sh.block[d];
-    bulk_store(block + a.offsets.x + row * a.x_block_stride, stage, static_cast<uint32_t>(a.x_bytes));
-    if (a.scale_bytes) bulk_store(block + a.offsets.scales + row * a.scale_bytes, stage + p.scales_at, static_cast<uint32_t>(a.scale_bytes));
+    const int64_t rows = sh.offers[d].rows;
+    bulk_store(sh.block[d] + row * a.x_block_stride, stage, static_cast<uint32_t>(a.x_bytes));
+    if (a.scale_bytes) bulk_store(sh.scales[d] + row * a.scale_bytes, stage + p.scales_at, static_cast<uint32_t>(a.scale_bytes));
+    int64_t at_side = core::align_up(rows * a.scale_bytes, 128);
     for (int s = 0; s < a.num_side; ++s) {
-      const SideArray& side = a.side[s];
-      bulk_store(block + static_cast<size_t>(side.block_offset_128) * 128 + row * side.bytes, stage + p.side_at[s], static_cast<uint32_t>(side.bytes));
+      bulk_store(sh.scales[d] + at_side + row * a.side[s].bytes, stage + p.side_at[s], static_cast<uint32_t>(a.side[s].bytes));
+      at_side = core::align_up(at_side + rows * a.side[s].bytes, 128);
     }
   }
   return put;
 }
 
-/// Starts to bring a token's row, with the positions that the plan has given it, into a stage.
+/// Where the plan has placed a token's rows, on the way through registers to a stage: loaded when the row is asked for, put down when
+/// the next one is.
+struct Index {
+  int at[2], rank[2];
+  std::byte* stage = nullptr;
+
+  __device__ __forceinline__ void load(const DispatchArgs& a, int64_t token, std::byte* to) {
+    stage = to;
+    for (int h = 0; h < 2; ++h) {
+      const int k = h * 32 + lane_id();
+      at[h] = k < a.num_topk ? __ldcg(a.routing.send_index + token * a.num_topk + k) : -1;
+      rank[h] = k < a.num_topk ? __ldcg(a.routing.dest + token * a.num_topk + k) : -1;
+    }
+  }
+  __device__ __forceinline__ void put(const DispatchArgs& a, const MoveShape& p) {
+    if (!stage) return;
+    for (int h = 0; h < 2; ++h) {
+      const int k = h * 32 + lane_id();
+      if (k >= a.num_topk) continue;
+      reinterpret_cast<int32_t*>(stage + p.index_at)[k] = at[h];
+      reinterpret_cast<int32_t*>(stage + p.index_at + p.index_room)[k] = rank[h];
+    }
+    stage = nullptr;
+    __syncwarp();
+  }
+};
+
+/// Starts to bring a token's row into a stage.
 __device__ __forceinline__ void load_stage(const DispatchArgs& a, const MoveShape& p, std::byte* stage, uint64_t* full, int64_t token) {
-  // Whole 16-byte words around the token's entries.
-  const int64_t begin = token * a.num_topk * 4 / 16 * 16, end = ((token + 1) * a.num_topk * 4 + 15) / 16 * 16;
-  const auto index_bytes = static_cast<uint32_t>(end - begin);
   if (lane_id() == 0) {
-    barrier_expect(full, static_cast<uint32_t>(p.row_bytes) + 2 * index_bytes);
+    barrier_expect(full, static_cast<uint32_t>(p.row_bytes));
     bulk_load(stage, a.x + token * a.x_stride, static_cast<uint32_t>(a.x_bytes), full);
-    bulk_load(stage + p.index_at, reinterpret_cast<const std::byte*>(a.routing.send_index) + begin, index_bytes, full);
-    bulk_load(stage + p.index_at + p.index_room, reinterpret_cast<const std::byte*>(a.routing.dest) + begin, index_bytes, full);
     for (int s = 0; s < a.num_side; ++s) {
       bulk_load(stage + p.side_at[s], a.side[s].src + token * a.side[s].src_stride, static_cast<uint32_t>(a.side[s].bytes), full);
     }
@@ -118,25 +145,27 @@ __device__ void push_rows(const DispatchArgs& a, const MoveShape& p, Shared& sh,
   Tickets tickets(&a.common.lane_control->tickets[call.copy][kTokenTicket], static_cast<int>(a.num_tokens), p.senders * p.pushers, kAnnounce ? 8 : 16);
   int issued = 0, stored = 0, in = 0, out = 0;
   uint32_t phase = 0, count = 0, one_ago = 0, two_ago = 0;
-  fence_global_to_bulk();  // the places, written by other blocks
+  Index index;
   for (;;) {
     while (issued - stored < ahead) {
       const int token = tickets.take();
       if (token < 0) break;
       bulk_wait_read_at_most(depth - ahead - 1);
-      if (lane_id() == 0) sh.token[first_stage + in] = token;
       __syncwarp();
-      load_stage(a, p, ring + static_cast<int64_t>(first_stage + in) * p.stage_bytes, &sh.full[first_stage + in], token);
+      std::byte* stage = ring + static_cast<int64_t>(first_stage + in) * p.stage_bytes;
+      load_stage(a, p, stage, &sh.full[first_stage + in], token);
+      index.put(a, p);
+      index.load(a, token, stage);
       in = in + 1 == depth ? 0 : in + 1;
       ++issued;
     }
     if (stored == issued) break;
     barrier_wait(&sh.full[first_stage + out], phase);
-    const int offset = static_cast<int>(static_cast<int64_t>(sh.token[first_stage + out]) * a.num_topk * 4 % 16);
+    if (stored + 1 == issued) index.put(a, p);
     const uint32_t two = two_ago;
     two_ago = one_ago;
     one_ago = count;
-    count += send_stage<kAnnounce>(a, p, sh, ring + static_cast<int64_t>(first_stage + out) * p.stage_bytes, offset, count);
+    count += send_stage<kAnnounce>(a, p, sh, ring + static_cast<int64_t>(first_stage + out) * p.stage_bytes, count);
     bulk_commit();
     ++stored;
     out = out + 1 == depth ? 0 : out + 1;
@@ -166,16 +195,14 @@ __device__ void push_quantised(const DispatchArgs& a, const MoveShape& p, Shared
     slot = slot + 1 == depth ? 0 : slot + 1;
     bulk_wait_read_at_most(depth - 1);
     __syncwarp();
-    for (int k = lane_id(); k < a.num_topk; k += 32) {
-      const int64_t i = static_cast<int64_t>(token) * a.num_topk + k;
-      reinterpret_cast<int32_t*>(stage + p.index_at)[k] = __ldcg(a.routing.send_index + i);
-      reinterpret_cast<int32_t*>(stage + p.index_at + p.index_room)[k] = __ldcg(a.routing.dest + i);
-    }
+    Index index;
+    index.load(a, token, stage);
     fetch_token(a, p, token, stage);
+    index.put(a, p);
     fence_shared_to_bulk();
     __syncwarp();
     const uint32_t before = count;
-    count += send_stage<kAnnounce>(a, p, sh, stage, 0, count);
+    count += send_stage<kAnnounce>(a, p, sh, stage, count);
     bulk_commit();
     if (kAnnounce && before) {
       bulk_wait<1>();
@@ -296,11 +323,13 @@ __global__ void __launch_bounds__(kThreads, 1) bulk_move_kernel(const __grid_con
   const Common& c = a.common;
   const Call call = call_of(c);
   const int blocks = static_cast<int>(gridDim.x);
-  if (set_up(a, p, sh, ring, call)) {
-    // A block may wait only for blocks that have started: who is what goes by the order of starting.
-    const int role = kSend && !a.straight ? take_role(c, call, kSendRoleTicket) : 0;
-    const int senders = min(p.senders, blocks);
-    if (kSend && (a.straight || role < senders)) send_part(a, p, sh, ring, call);
+  clear(p, sh, ring);
+  // A block may wait only for blocks that have started: who is what goes by the order of starting.
+  const int role = kSend && !a.straight ? take_role(c, call, kSendRoleTicket) : 0;
+  const int senders = min(p.senders, blocks);
+  const bool sends = kSend && (a.straight || role < senders);
+  if (set_up(a, sh, sends, call)) {
+    if (sends) send_part(a, p, sh, ring, call);
     if (kReceive && a.straight) {
       if (is_last_to_start(c, call)) wait_channels(a, sh.offers, sh.begins, call);
     } else if (kReceive) {
@@ -323,7 +352,7 @@ bool aligned(const void* p, int64_t a = 0, int64_t b = 0) { return (reinterpret_
 
 bool can_move_bulk(const DispatchArgs& a) {
   if (!has_bulk() || a.first_row != 0 || a.num_tokens >= 1 << 25 || a.block_rows >= 1 << 25) return false;
-  if (!aligned(a.x, a.x_stride, a.x_bytes) || !aligned(nullptr, a.x_block_stride, static_cast<int64_t>(a.offsets.x))) return false;
+  if (!aligned(a.x, a.x_stride, a.x_bytes) || !aligned(nullptr, a.x_block_stride)) return false;
   if (!a.straight && !aligned(a.out_x, a.out_stride)) return false;
   if (a.quantize != Quantize::none) {
     const bool half = a.dtype == DType::bf16 || a.dtype == DType::fp16;
