@@ -30,6 +30,7 @@ struct RunChoices {
   bool y_in_lease = false;  ///< rows of the combine lie in the receive region where they fit, and are spoilt right after it
   bool i32_ids = false, bf16_weights = false;
   std::function<std::unique_ptr<Place>(int rank)> place;  ///< none: the host
+  std::chrono::milliseconds timeout{0};                   ///< 0: that of config_of()
 };
 
 inline BufferConfig config_of(const RandomProblem& p, const RunChoices& run) {
@@ -206,6 +207,7 @@ inline void expect_matches_reference(uint64_t seed, const RandomLimits& limits, 
         const std::unique_ptr<Place> place = run.place ? run.place(rank) : std::make_unique<Place>();
         BufferConfig config = config_of(p, run);
         config.device = place->device();
+        if (run.timeout.count() > 0) config.timeouts.timeout = config.timeouts.busy_timeout = run.timeout;
         Buffer buffer(comm, config);
         EXPECT_EQ(buffer.num_bytes(), required_bytes(buffer.config(), comm.num_ranks()));
         RankArguments arguments(p, rank, run);

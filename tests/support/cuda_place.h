@@ -22,8 +22,8 @@ class CudaPlace : public Place {
   }
   ~CudaPlace() override {
     cudaSetDevice(device_);
+    for (void* p : memory_) cudaFreeAsync(p, stream_);
     cudaStreamSynchronize(stream_);
-    for (void* p : memory_) cudaFree(p);
     cudaStreamDestroy(stream_);
   }
   Device device() const override { return {DeviceKind::cuda, device_}; }
@@ -35,7 +35,7 @@ class CudaPlace : public Place {
     const size_t bytes = span_bytes(host);
     if (bytes == 0) return t;
     void* p = nullptr;
-    cuda_ok(cudaMalloc(&p, bytes), "cudaMalloc");
+    cuda_ok(cudaMallocAsync(&p, bytes, stream_), "cudaMallocAsync");  // cudaMalloc may wait for other virtual ranks
     memory_.push_back(p);
     write(p, host.data, bytes);
     t.data = p;
@@ -51,8 +51,9 @@ class CudaPlace : public Place {
     const size_t bytes = span_bytes(there);
     if (bytes == 0) return t;
     host_.emplace_back(bytes + 16);
-    cuda_ok(cudaMemcpyAsync(host_.back().data(), there.data, bytes, cudaMemcpyDeviceToHost, stream_), "download");
-    cuda_ok(cudaStreamSynchronize(stream_), "download");
+    const std::string what = "download of " + std::to_string(bytes) + " bytes of " + there.to_string();
+    cuda_ok(cudaMemcpyAsync(host_.back().data(), there.data, bytes, cudaMemcpyDeviceToHost, stream_), what.c_str());
+    cuda_ok(cudaStreamSynchronize(stream_), what.c_str());
     t.data = host_.back().data();
     return t;
   }

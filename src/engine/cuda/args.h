@@ -230,7 +230,8 @@ struct CombineArgs {
   CombineWeights apply = CombineWeights::none;
   const void* weights = nullptr;  ///< apply = rows: one per row of y
   bool weights_are_bf16 = false;
-  const float* side = nullptr;  ///< one scalar per row of y; rank_major [N, K]
+  bool has_side = false;        ///< the same on all ranks
+  const float* side = nullptr;  ///< one scalar per row of y; rank_major [N, K]; null where there are no rows
   Layout layout = Layout::rank_major;
   int64_t capacity = -1;
   int64_t num_tokens = 0;

@@ -24,7 +24,7 @@ void shape_record(CombineArgs& a) {
   a.rows_per_record = a.wire == Wire::rows ? a.num_topk : 1;
   a.wire_row_stride = up(a.wire_row_bytes, 16);
   a.side_offset = a.rows_per_record * a.wire_row_stride;
-  const int64_t scalars = (a.side ? a.num_topk : 0) + (a.wire == Wire::rows && a.apply != CombineWeights::none ? a.num_topk : 0);
+  const int64_t scalars = (a.has_side ? a.num_topk : 0) + (a.wire == Wire::rows && a.apply != CombineWeights::none ? a.num_topk : 0);
   // Weights lie behind the places of the side scalars, whether there are any or not.
   a.mask_offset = up(a.side_offset + (scalars ? 2 * a.num_topk * 4 : 0), 8);
   a.record_bytes = up(a.mask_offset + 8, 128);
@@ -51,7 +51,8 @@ std::unique_ptr<DevicePending> Engine::combine(const turnout::CombineArgs& args,
   a.wire = args.wire;
   a.apply = args.apply;
   if (args.weights.defined()) a.weights = args.weights.data, a.weights_are_bf16 = args.weights.dtype == DType::bf16;
-  if (args.side.defined()) a.side = args.side.as<const float>();
+  a.has_side = args.side.defined();
+  if (a.has_side) a.side = args.side.as<const float>();
   a.layout = routing.layout;
   a.capacity = routing.capacity;
   a.num_tokens = routing.num_tokens;
@@ -75,7 +76,7 @@ std::unique_ptr<DevicePending> Engine::combine(const turnout::CombineArgs& args,
   const int64_t row_bytes = a.hidden * static_cast<int64_t>(size_of(a.dtype));
   a.out_stride = up(row_bytes, 16);
   const int64_t x_bytes = args.out.defined() ? 0 : up(a.num_tokens * a.out_stride, 128);
-  const int64_t lost_bytes = up(a.num_tokens * 4, 128), side_bytes = a.side ? a.num_tokens * a.num_topk * 4 : 0;
+  const int64_t lost_bytes = up(a.num_tokens * 4, 128), side_bytes = a.has_side ? a.num_tokens * a.num_topk * 4 : 0;
   pending->result = std::make_shared<Hold>(shared_, shared_->results, static_cast<size_t>(std::max<int64_t>(x_bytes + lost_bytes + side_bytes, 128)), stream);
   std::byte* base = pending->result->data();
   a.out = base;
@@ -84,7 +85,7 @@ std::unique_ptr<DevicePending> Engine::combine(const turnout::CombineArgs& args,
     a.out_stride = args.out.strides[0] * static_cast<int64_t>(size_of(args.out.dtype));
   }
   a.num_lost = reinterpret_cast<int32_t*>(base + x_bytes);
-  a.out_side = a.side ? reinterpret_cast<float*>(base + x_bytes + lost_bytes) : nullptr;
+  a.out_side = a.has_side ? reinterpret_cast<float*>(base + x_bytes + lost_bytes) : nullptr;
 
   LaneState& lane = lanes_[static_cast<size_t>(args.lane)];
   check(launch_combine(a, true, receive_now, blocks(args.num_sms > 0 ? args.num_sms : num_sms_), stream), "combine kernel");

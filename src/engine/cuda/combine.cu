@@ -97,7 +97,7 @@ __device__ uint64_t write_record(const CombineArgs& a, core::WireForm form, int6
     auto* scalars = reinterpret_cast<float*>(record + a.side_offset);
     Term t{};
     if (a.layout != Layout::rank_major) term_of(a, n, k, &t);
-    if (a.side) scalars[k] = a.layout == Layout::rank_major ? a.side[n * a.num_topk + k] : a.side[t.row];
+    if (a.has_side) scalars[k] = a.layout == Layout::rank_major ? a.side[n * a.num_topk + k] : a.side[t.row];
     if (a.wire == Wire::rows && a.apply != CombineWeights::none) scalars[a.num_topk + k] = t.weight;
   }
   if (lane_id() == 0) *reinterpret_cast<uint64_t*>(record + a.mask_offset) = mask;

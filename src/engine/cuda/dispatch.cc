@@ -297,7 +297,10 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
   }
   check(launch_move(a, true, false, a.move_blocks, stream), "move kernel");
   a.common.last_of_send = false;
-  if (args.receive == Receive::resident) pending->receive_on(lane.side_stream);
+  if (args.receive == Receive::resident) {
+    if (!lane.resident) lane.resident = new_stream(device_);
+    pending->receive_on(lane.resident.get());
+  }
   return pending;
 }
 

@@ -35,6 +35,13 @@ Mapped<T>::~Mapped() {
 template class Mapped<HostWords>;
 template class Mapped<int64_t>;
 
+std::shared_ptr<CUstream_st> new_stream(int device) {
+  CurrentDevice current(device);
+  cudaStream_t stream = nullptr;
+  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+  return {stream, [](cudaStream_t s) { cudaStreamDestroy(s); }};
+}
+
 namespace {
 
 /// Hands out parts of one allocation.
@@ -121,7 +128,7 @@ Engine::Engine(DeviceEngineSetup setup)
   check(cudaMalloc(&p, device_words_bytes_), "cudaMalloc of the Buffer's words");
   device_words_ = static_cast<std::byte*>(p);
   carve(device_words_);
-  check(cudaStreamCreateWithFlags(&side_stream_, cudaStreamNonBlocking), "cudaStreamCreate");
+  side_stream_ = shared_->stream.get();
   check(cudaMemsetAsync(device_words_, 0, device_words_bytes_, side_stream_), "cudaMemset");
   std::vector<int32_t> nodes;
   for (int r = 0; r < num_ranks_; ++r) nodes.push_back(topology_.node_of(r));
@@ -134,7 +141,6 @@ Engine::Engine(DeviceEngineSetup setup)
   std::vector<int> owners;
   for (int e = 0; e < config_.num_experts; ++e) owners.push_back(map.rank_of(e));
   set_experts(owners);
-  for (LaneState& lane : lanes_) check(cudaStreamCreateWithFlags(&lane.side_stream, cudaStreamNonBlocking), "cudaStreamCreate");
   bootstrap_.barrier("CUDA engine");
   watch_ = std::thread([this] { watch_peers(); });
 }
@@ -164,10 +170,6 @@ Engine::~Engine() {
   cudaGetDevice(&before);
   cudaSetDevice(device_);
   // Kernels of this rank may still use these words; a peer is never waited for: their waits end with the abort.
-  for (LaneState& lane : lanes_) {
-    if (lane.side_stream) cudaStreamDestroy(lane.side_stream);
-  }
-  if (side_stream_) cudaStreamDestroy(side_stream_);
   if (device_words_) cudaFree(device_words_);
   cudaSetDevice(before);
 }

@@ -16,13 +16,25 @@
 
 namespace turnout::engine::cuda {
 
+/// A stream that waits for no other.
+std::shared_ptr<CUstream_st> new_stream(int device);
+
 /// What results keep alive: they may outlive the Buffer.
 struct Shared {
   Shared(std::unique_ptr<transport::DeviceWindow> window_, const Arena& arena_, int device_, Allocator* allocator)
-      : window(std::move(window_)), arena(arena_), device(device_), region(arena.receive, arena.receive_bytes), results(device_, allocator), own(device_, nullptr) {}
+      : window(std::move(window_)),
+        arena(arena_),
+        device(device_),
+        stream(new_stream(device_)),
+        region(arena.receive, arena.receive_bytes),
+        results(device_, allocator, stream.get()),
+        own(device_, nullptr, stream.get()) {}
   std::unique_ptr<transport::DeviceWindow> window;
   const Arena arena;
   const int device;
+  /// Of allocations and of words that the host writes: short work that waits for nobody. One for all that: streams beyond 32 share
+  /// queues of the GPU, and virtual ranks that share a queue wait for each other for ever.
+  const std::shared_ptr<CUstream_st> stream;
   Region region;
   Memory results;  ///< from the caller's Allocator, if there is one
   Memory own;      ///< handles
@@ -110,7 +122,7 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
   struct LaneState {
     uint64_t num_sends = 0;  ///< calls issued
     int outstanding = 0;
-    cudaStream_t side_stream = nullptr;  ///< of resident receives
+    std::shared_ptr<CUstream_st> resident;  ///< of resident receives, once there is one
     int32_t* chunk_counts = nullptr;
     uint32_t* flags = nullptr;
   };
@@ -151,7 +163,7 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
   int64_t experts_hash_ = 0;
   int max_local_ = 0;
   uint64_t generation_ = 0;
-  cudaStream_t side_stream_ = nullptr;  ///< of words that the host writes
+  cudaStream_t side_stream_ = nullptr;  ///< that of `shared_`
   std::thread watch_;
   std::mutex watch_mutex_;
   std::condition_variable watch_stop_;

@@ -106,7 +106,8 @@ Memory::~Memory() {
   int before = 0;
   cudaGetDevice(&before);
   cudaSetDevice(device_);
-  for (std::byte* data : all_) cudaFree(data);
+  for (std::byte* data : all_) cudaFreeAsync(data, stream_);
+  cudaStreamSynchronize(stream_);
   cudaSetDevice(before);
 }
 
@@ -126,9 +127,12 @@ Memory::Piece Memory::take(size_t num_bytes, cudaStream_t stream) {
     if (!capture) fences_.wait(reinterpret_cast<size_t>(piece.data), piece.num_bytes, stream);
     return piece;
   }
+  // cudaMalloc may wait for the GPU to be idle, and with it for a kernel that waits for this very rank. An allocation in order of a
+  // stream that does nothing else does not, and is out of the way of a capture.
   transport::device::CurrentDevice current(device_);
   void* data = nullptr;
-  check(cudaMalloc(&data, size), "cudaMalloc of " + std::to_string(size) + " bytes for a result");
+  check(cudaMallocAsync(&data, size, stream_), "cudaMallocAsync of " + std::to_string(size) + " bytes for a result");
+  check(cudaStreamSynchronize(stream_), "cudaMallocAsync");
   all_.push_back(static_cast<std::byte*>(data));
   return {static_cast<std::byte*>(data), size, stream, capture};
 }

@@ -65,7 +65,7 @@ class Region {
 /// Device memory that is not symmetric.
 class Memory {
  public:
-  Memory(int device, Allocator* allocator) : device_(device), allocator_(allocator) {}
+  Memory(int device, Allocator* allocator, cudaStream_t stream) : device_(device), allocator_(allocator), stream_(stream) {}
   ~Memory();
   struct Piece {
     std::byte* data = nullptr;
@@ -80,6 +80,7 @@ class Memory {
  private:
   int device_;
   Allocator* allocator_;
+  cudaStream_t stream_;  ///< of allocations; nothing that waits is ever on it
   std::mutex mutex_;
   Fences fences_;
   std::multimap<size_t, std::byte*> free_;                            ///< by size
