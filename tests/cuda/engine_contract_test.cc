@@ -1,6 +1,5 @@
 // The contract of the CPU engine, unchanged, on GPUs: virtual ranks on one, and threads on several.
 #include "engine/contract.h"
-
 #include "support/cuda_place.h"
 #include "transport/cuda.h"
 

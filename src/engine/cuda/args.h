@@ -36,8 +36,8 @@ enum class Phase : int32_t { counts = 1, offer, meta, rows, partials, local_bloc
 
 /// Host memory that the device reads and writes (pinned and mapped), one per Buffer.
 struct HostWords {
-  uint64_t abort = 0;  ///< set by the host: stop waiting (a process died, another rank aborted)
-  uint64_t status = 0; ///< set by kernels once the Buffer is aborted: what user code and check() look at
+  uint64_t abort = 0;   ///< set by the host: stop waiting (a process died, another rank aborted)
+  uint64_t status = 0;  ///< set by kernels once the Buffer is aborted: what user code and check() look at
   DeviceRecord record;
 };
 
@@ -55,8 +55,8 @@ struct LaneControl {
   /// Tickets of a copy: a kernel of the call before zeroes them.
   static constexpr int kNumTickets = 16;
   uint32_t tickets[16][kNumTickets] = {};  ///< [copy]
-  uint32_t failed = 0;   ///< epoch of the last call that was refused or that ranks disagreed about: its kernels do nothing
-  uint32_t bad_ids = 0;  ///< epoch of the last call whose ids were out of range here: it tells its peers
+  uint32_t failed = 0;                     ///< epoch of the last call that was refused or that ranks disagreed about: its kernels do nothing
+  uint32_t bad_ids = 0;                    ///< epoch of the last call whose ids were out of range here: it tells its peers
 };
 
 /// Owner and local number of every expert: device memory that set_expert_to_rank() rewrites in stream order.
@@ -74,25 +74,25 @@ struct ExpertTable {
 /// (rank_major rows; capacity, or what the counts say), Le = local experts, C = capacity.
 struct Routing {
   // Source side.
-  int32_t* topk_idx = nullptr;     ///< [T, K] as given
-  float* topk_weights = nullptr;   ///< [T, K] or null
-  int32_t* dest = nullptr;         ///< [T, K] rank of the expert, -1 where there is none
-  int32_t* send_index = nullptr;   ///< [T, K] at the first k of each destination rank: position in its list; else -1
-  int32_t* pair_index = nullptr;   ///< [T, K] pairs of this source with the same expert that come earlier
-  int32_t* rows = nullptr;         ///< [R, R] token rows of source s for destination d
-  int32_t* send_begin = nullptr;   ///< [R] slot of this rank's first row at each destination
-  int32_t* sent = nullptr;         ///< [R] rows that each destination admits (its block has room for)
-  int32_t* send_offset = nullptr;  ///< [R + 1] prefix sum of sent: where the records of a destination begin in this rank's combine block
+  int32_t* topk_idx = nullptr;       ///< [T, K] as given
+  float* topk_weights = nullptr;     ///< [T, K] or null
+  int32_t* dest = nullptr;           ///< [T, K] rank of the expert, -1 where there is none
+  int32_t* send_index = nullptr;     ///< [T, K] at the first k of each destination rank: position in its list; else -1
+  int32_t* pair_index = nullptr;     ///< [T, K] pairs of this source with the same expert that come earlier
+  int32_t* rows = nullptr;           ///< [R, R] token rows of source s for destination d
+  int32_t* send_begin = nullptr;     ///< [R] slot of this rank's first row at each destination
+  int32_t* sent = nullptr;           ///< [R] rows that each destination admits (its block has room for)
+  int32_t* send_offset = nullptr;    ///< [R + 1] prefix sum of sent: where the records of a destination begin in this rank's combine block
   int32_t* source_tokens = nullptr;  ///< [R] tokens of each source
-  int32_t* own_tokens = nullptr;   ///< [T] token of the i-th row that stays on this rank
+  int32_t* own_tokens = nullptr;     ///< [T] token of the i-th row that stays on this rank
   // Receive side.
-  int32_t* recv_begin = nullptr;   ///< [R + 1] rows of each source that fit in the block
-  int32_t* record_begin = nullptr;  ///< [R] where this rank's records begin in the combine block of each source
-  int32_t* recv_idx = nullptr;     ///< [N, K] local expert or -1
-  float* recv_weights = nullptr;   ///< [N, K], 0 where not local; null without weights
-  int32_t* position = nullptr;     ///< expert layouts, [N, K]: row of the result, -1: none or dropped
-  float* row_weights = nullptr;    ///< expert layouts: [rows of the result], 0 in padding; null without weights
-  int32_t* expert_base = nullptr;  ///< [R, Le] pairs of earlier sources
+  int32_t* recv_begin = nullptr;      ///< [R + 1] rows of each source that fit in the block
+  int32_t* record_begin = nullptr;    ///< [R] where this rank's records begin in the combine block of each source
+  int32_t* recv_idx = nullptr;        ///< [N, K] local expert or -1
+  float* recv_weights = nullptr;      ///< [N, K], 0 where not local; null without weights
+  int32_t* position = nullptr;        ///< expert layouts, [N, K]: row of the result, -1: none or dropped
+  float* row_weights = nullptr;       ///< expert layouts: [rows of the result], 0 in padding; null without weights
+  int32_t* expert_base = nullptr;     ///< [R, Le] pairs of earlier sources
   int32_t* expert_counts = nullptr;   ///< [Le] admitted pairs
   int64_t* expert_offsets = nullptr;  ///< [Le + 1]
   int32_t* sorted_rows = nullptr;     ///< rank_major: [N * K] (as many as there are pairs)
@@ -119,7 +119,7 @@ struct Common {
 struct SideArray {
   const std::byte* src = nullptr;  ///< [T], rows src_stride bytes apart
   int64_t src_stride = 0;
-  std::byte* out = nullptr;        ///< rows of the result, `bytes` apart
+  std::byte* out = nullptr;  ///< rows of the result, `bytes` apart
   int32_t bytes = 0;
 };
 inline constexpr int kMaxSide = 16;
@@ -161,9 +161,9 @@ struct DispatchArgs {
   /// what it needs of it.
   bool chained = false;
   Layout layout = Layout::rank_major;
-  int64_t capacity = -1;     ///< of the layout; -1: exact
+  int64_t capacity = -1;  ///< of the layout; -1: exact
   int alignment = 1;
-  int64_t result_rows = 0;   ///< first dimension of the row arrays (slab: Le * C)
+  int64_t result_rows = 0;  ///< first dimension of the row arrays (slab: Le * C)
   std::byte* out_x = nullptr;
   int64_t out_stride = 0;
   std::byte* out_scales = nullptr;  ///< rows of scale_bytes
@@ -173,8 +173,8 @@ struct DispatchArgs {
   int num_local = 0;  ///< experts of this rank
 
   // Scratch of the lane, in this GPU's memory.
-  int32_t* chunk_counts = nullptr;  ///< [kMaxChunks][R + P]
-  uint32_t* flags = nullptr;        ///< [kNumFlags] local signals: epochs
+  int32_t* chunk_counts = nullptr;     ///< [kMaxChunks][R + P]
+  uint32_t* flags = nullptr;           ///< [kNumFlags] local signals: epochs
   int64_t* counts_for_host = nullptr;  ///< exact: mapped [R * R + max_local + 2], the last word is the epoch
 };
 
@@ -204,11 +204,27 @@ TURNOUT_HOST_DEVICE constexpr int64_t side_offset(const DispatchArgs& a, const B
 /// Tokens are counted in at most so many chunks.
 inline constexpr int kMaxChunks = 64;
 /// Local signals after the chunks' own (in DispatchArgs::flags).
-enum LocalFlag : int { kPlanReady = kMaxChunks, kAdmitted, kPlaced, kNumFlags = kPlaced + kMaxChunks };  // kPlaced + chunk: its pairs have their places
+enum LocalFlag : int {
+  kPlanReady = kMaxChunks,
+  kAdmitted,
+  kPlaced,
+  kNumFlags = kPlaced + kMaxChunks
+};  // kPlaced + chunk: its pairs have their places
 /// Channels of a source: one per chunk of meta data, then one per block that announces rows.
 inline constexpr int kRowChannels = kMaxChunks;
 /// Tickets of a call, in LaneControl::tickets.
-enum Ticket : int { kChunkTicket, kRoleTicket, kTokenTicket, kRowTicket, kPushTicket, kReduceTicket, kOwnTicket, kSendRoleTicket, kMetaRoleTicket, kReceiveRoleTicket };
+enum Ticket : int {
+  kChunkTicket,
+  kRoleTicket,
+  kTokenTicket,
+  kRowTicket,
+  kPushTicket,
+  kReduceTicket,
+  kOwnTicket,
+  kSendRoleTicket,
+  kMetaRoleTicket,
+  kReceiveRoleTicket
+};
 
 /// Tokens are cut into chunks alike on every rank, so that all know how many chunks a source has.
 TURNOUT_HOST_DEVICE constexpr int64_t chunk_tokens(int64_t num_tokens) {
@@ -238,22 +254,22 @@ struct CombineArgs {
   int num_topk = 0;
   std::byte* out = nullptr;  ///< [T] rows
   int64_t out_stride = 0;
-  float* out_side = nullptr;   ///< [T, K] or null
-  int32_t* num_lost = nullptr; ///< [T]
+  float* out_side = nullptr;    ///< [T, K] or null
+  int32_t* num_lost = nullptr;  ///< [T]
   Routing routing;
   const int32_t* node_of_rank = nullptr;  ///< [R] device memory; null: one node
 
   // The block of this rank that peers write their partial sums to: record i of destination d at row send_offset[d] + i, where
   // is routing.send_offset. Same format on every rank.
   size_t block = 0;
-  int64_t block_rows = 0;    ///< room; at least the sum of routing.sent
-  int64_t record_bytes = 0;  ///< stride of a record, a multiple of 128
-  int64_t wire_row_bytes = 0;    ///< one row in the form of the wire, scales behind its elements
-  int64_t side_offset = 0;       ///< in a record: [K] scalars
-  int64_t mask_offset = 0;       ///< in a record: 64-bit mask of the k's that are in the sum
-  int64_t rows_per_record = 1;   ///< wire = rows: K rows, each at k * wire_row_stride
+  int64_t block_rows = 0;       ///< room; at least the sum of routing.sent
+  int64_t record_bytes = 0;     ///< stride of a record, a multiple of 128
+  int64_t wire_row_bytes = 0;   ///< one row in the form of the wire, scales behind its elements
+  int64_t side_offset = 0;      ///< in a record: [K] scalars
+  int64_t mask_offset = 0;      ///< in a record: 64-bit mask of the k's that are in the sum
+  int64_t rows_per_record = 1;  ///< wire = rows: K rows, each at k * wire_row_stride
   int64_t wire_row_stride = 0;
-  uint32_t* flags = nullptr;       ///< local signals, as in DispatchArgs
+  uint32_t* flags = nullptr;  ///< local signals, as in DispatchArgs
 };
 
 }  // namespace turnout::engine::cuda

@@ -20,7 +20,9 @@ __device__ __forceinline__ bool term_of(const CombineArgs& a, int64_t n, int k, 
   if (e < 0) return false;
   t->row = a.routing.position[n * a.num_topk + k];
   if (t->row < 0) return false;
-  t->weight = a.apply == CombineWeights::source ? a.routing.recv_weights[n * a.num_topk + k] : a.apply == CombineWeights::rows ? weight_at(a, t->row) : 1.0f;
+  t->weight = a.apply == CombineWeights::source ? a.routing.recv_weights[n * a.num_topk + k]
+              : a.apply == CombineWeights::rows ? weight_at(a, t->row)
+                                                : 1.0f;
   return true;
 }
 
@@ -373,8 +375,9 @@ cudaError_t launch(const CombineArgs& a, bool send, bool receive, int blocks, cu
 template <class T>
 cudaError_t load() {
   cudaFuncAttributes unused;
-  for (const void* kernel : {reinterpret_cast<const void*>(combine_kernel<T, true, true>), reinterpret_cast<const void*>(combine_kernel<T, true, false>),
-                             reinterpret_cast<const void*>(combine_kernel<T, false, true>)}) {
+  for (const void* kernel :
+       {reinterpret_cast<const void*>(combine_kernel<T, true, true>), reinterpret_cast<const void*>(combine_kernel<T, true, false>),
+        reinterpret_cast<const void*>(combine_kernel<T, false, true>)}) {
     if (const cudaError_t bad = cudaFuncGetAttributes(&unused, kernel)) return bad;
   }
   return cudaSuccess;

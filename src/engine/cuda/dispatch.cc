@@ -169,9 +169,11 @@ void Engine::place_result(const turnout::DispatchArgs& args, DispatchArgs& a, st
   if (args.result != ResultKind::fresh && !args.out.defined()) lease = shared_->region.take(static_cast<size_t>(at), stream);
   if (!lease && args.result == ResultKind::lease) {
     throw InvalidArgument("dispatch: result=lease, but the receive region has no " + std::to_string(at) + " bytes free in one piece (" +
-                          std::to_string(shared_->region.largest_gap()) + " at most): release results, or make the Buffer with a larger receive_bytes");
+                          std::to_string(shared_->region.largest_gap()) +
+                          " at most): release results, or make the Buffer with a larger receive_bytes");
   }
-  *result = lease ? std::make_shared<Hold>(shared_, *lease) : std::make_shared<Hold>(shared_, shared_->results, static_cast<size_t>(std::max<int64_t>(at, 128)), stream);
+  *result = lease ? std::make_shared<Hold>(shared_, *lease)
+                  : std::make_shared<Hold>(shared_, shared_->results, static_cast<size_t>(std::max<int64_t>(at, 128)), stream);
   std::byte* base = (*result)->data();
   a.out_x = base + x_at;
   a.out_scales = base + scales_at;
@@ -245,7 +247,8 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
       rows = a.layout == Layout::expert_slab ? most : a.layout == Layout::rank_major ? a.capacity : std::min(a.capacity, most);
       a.result_rows = a.layout == Layout::expert_slab ? a.capacity * a.num_local : a.capacity;
     } else {
-      if (capture_of(stream)) throw InvalidArgument("dispatch: size is exact, so the host must wait for counts, but the stream is being captured; give a capacity");
+      if (capture_of(stream))
+        throw InvalidArgument("dispatch: size is exact, so the host must wait for counts, but the stream is being captured; give a capacity");
       a.counts_for_host = counts_->device();
       check(launch_plan(a, num_ranks_, config_.num_experts, plan_blocks, stream), "plan kernel");
       planned = true;
@@ -271,7 +274,9 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
   // Bulk copies need few SMs where they only send; offers say how many blocks will announce.
   const bool bulk = can_move_bulk(a);
   if (bulk && args.num_sms <= 0) a.move_blocks = blocks(default_move_sms(a));
-  a.chained = bulk && !cached && !planned && receive_now;
+  // Kernels that wait for the ones before them while they hold SMs must not keep out what those wait for: another rank's kernels on
+  // this GPU. So only alone on it, and only with few blocks.
+  a.chained = bulk && a.straight && a.move_blocks <= 32 && sharers_ == 1 && !cached && !planned && receive_now;
   if (args.receive == Receive::resident && !receive_now) {
     pending->counters = std::make_shared<Hold>(shared_, shared_->own, static_cast<size_t>(num_ranks_) * 8, stream);
     a.arrived = reinterpret_cast<int64_t*>(pending->counters->data());
@@ -291,7 +296,7 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
   pending->receives_now = receive_now;
   a.common.last_of_send = true;
   if (receive_now) {
-    if (!cached) check(launch_admit(a, blocks(32), stream), "admit kernel");
+    if (!cached) check(launch_admit(a, blocks(args.num_sms > 0 ? std::min(args.num_sms, 32) : 32), stream), "admit kernel");
     check(launch_move(a, true, true, a.move_blocks, stream), "move kernel");
     return pending;
   }

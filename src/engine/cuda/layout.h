@@ -103,7 +103,7 @@ struct HeaderInts {
   static constexpr int kTokens = 3;      ///< of the sender
   static constexpr int kFactValues = 4;  ///< the facts themselves, 64 bits each, for the table of differences
   static constexpr int kNumFacts = 19;
-  static constexpr int kRows = kFactValues + 2 * kNumFacts;  ///< [num_ranks] token rows for each rank
+  static constexpr int kRows = kFactValues + 2 * kNumFacts;                                      ///< [num_ranks] token rows for each rank
   static constexpr TURNOUT_HOST_DEVICE int experts(int num_ranks) { return kRows + num_ranks; }  ///< [local experts of the addressee]
 };
 constexpr int header_ints_of(int num_ranks, int max_local_experts) { return HeaderInts::experts(num_ranks) + max_local_experts; }

@@ -40,8 +40,7 @@ __device__ void place_row(const DispatchArgs& a, const std::byte* block, int64_t
   }
   for (int s = 0; s < a.num_side; ++s) {
     const SideArray& side = a.side[s];
-    const std::byte* from =
-        token >= 0 ? side.src + token * side.src_stride : block + side_offset(a, offsets, a.block_rows, s) + row * side.bytes;
+    const std::byte* from = token >= 0 ? side.src + token * side.src_stride : block + side_offset(a, offsets, a.block_rows, s) + row * side.bytes;
     copy_row(side.out + to * side.bytes, from, side.bytes);
   }
 }

@@ -22,7 +22,12 @@ struct Shared {
   int32_t* place;    ///< [kPairs] equal ones earlier in the group (experts, ranks << 16); once placed: equal experts before
 
   __device__ Shared(int32_t* memory, int columns, int num_groups)
-      : running(memory), total(running + columns), before(total + columns), ids(before + num_groups * columns), first(ids + kPairs), slot(first + kPairs),
+      : running(memory),
+        total(running + columns),
+        before(total + columns),
+        ids(before + num_groups * columns),
+        first(ids + kPairs),
+        slot(first + kPairs),
         place(slot + kPairs) {}
 };
 
@@ -184,7 +189,8 @@ __device__ void send_totals(const DispatchArgs& a, const Shared& s, Call call, F
   const int num_ranks = c.team.num_ranks;
   const int32_t* last = a.chunk_counts + static_cast<int64_t>(num_chunks(a.num_tokens) - 1) * (num_ranks + experts.num_experts);
   const auto total = [&](int column) { return static_cast<uint32_t>(s.running[column] + __ldcg(last + column)); };
-  if (threadIdx.x == 0) fill_facts(c, call.epoch, *reinterpret_cast<const volatile uint32_t*>(&c.lane_control->bad_ids) == call.epoch, a.num_tokens, facts);
+  if (threadIdx.x == 0)
+    fill_facts(c, call.epoch, *reinterpret_cast<const volatile uint32_t*>(&c.lane_control->bad_ids) == call.epoch, a.num_tokens, facts);
   __syncthreads();
   send_header(c, call, HeaderInts::experts(num_ranks) + experts.max_local, [&](int rank, int i) -> uint32_t {
     if (i < HeaderInts::kRows) return facts->words[i];
@@ -427,7 +433,8 @@ __global__ void __launch_bounds__(kThreads, 1) meta_kernel(const __grid_constant
 }
 
 /// Start of a call whose routing is known: facts and offers only. One block. Also how a refused call is told (no offers then).
-__global__ void __launch_bounds__(128, 1) hello_kernel(const __grid_constant__ Common c, size_t block, int64_t block_rows, uint32_t channels, bool refused) {
+__global__ void __launch_bounds__(128, 1)
+    hello_kernel(const __grid_constant__ Common c, size_t block, int64_t block_rows, uint32_t channels, bool refused) {
   __shared__ FactWords facts;
   const Call call = call_of(c);
   clear_next_tickets(c, call);
@@ -442,7 +449,8 @@ __global__ void __launch_bounds__(128, 1) hello_kernel(const __grid_constant__ C
     // A peer that has had a header of this call already (exact size) sees it in the offer.
     for (int d = static_cast<int>(threadIdx.x); d < c.team.num_ranks; d += static_cast<int>(blockDim.x)) send_offer(c, call, d, 0, kRefusedOffer, 0);
   } else {
-    for (int d = static_cast<int>(threadIdx.x); d < c.team.num_ranks; d += static_cast<int>(blockDim.x)) send_offer(c, call, d, block, block_rows, channels);
+    for (int d = static_cast<int>(threadIdx.x); d < c.team.num_ranks; d += static_cast<int>(blockDim.x))
+      send_offer(c, call, d, block, block_rows, channels);
     receive_headers(c, call, HeaderInts::kRows, &facts, [](int, int, uint32_t) {});
   }
   __syncthreads();
@@ -464,12 +472,14 @@ static size_t plan_shared_bytes(int num_ranks, int num_experts) {
 
 cudaError_t launch_plan(const DispatchArgs& a, int num_ranks, int num_experts, int blocks, cudaStream_t stream) {
   const int chunks = num_chunks(a.num_tokens);
-  plan_kernel<<<blocks < chunks ? blocks : chunks, kThreads, plan_shared_bytes(num_ranks, num_experts), stream>>>(a, plan_groups(num_ranks, num_experts));
+  plan_kernel < <<blocks<chunks ? blocks : chunks, kThreads, plan_shared_bytes(num_ranks, num_experts), stream>>>(
+                    a, plan_groups(num_ranks, num_experts));
   return cudaGetLastError();
 }
 cudaError_t launch_meta(const DispatchArgs& a, int num_ranks, int num_experts, int blocks, cudaStream_t stream) {
   const int chunks = num_chunks(a.num_tokens);
-  meta_kernel<<<blocks < chunks ? blocks : chunks, kThreads, plan_shared_bytes(num_ranks, num_experts), stream>>>(a, plan_groups(num_ranks, num_experts));
+  meta_kernel < <<blocks<chunks ? blocks : chunks, kThreads, plan_shared_bytes(num_ranks, num_experts), stream>>>(
+                    a, plan_groups(num_ranks, num_experts));
   return cudaGetLastError();
 }
 cudaError_t launch_hello(const Common& c, size_t block, int64_t block_rows, int channels, bool refused, cudaStream_t stream) {

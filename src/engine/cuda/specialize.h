@@ -13,16 +13,16 @@ inline constexpr int kRingBytes = 196 * 1024;
 
 /// The bulk form of a move kernel: what a row is in shared memory, and who does what.
 struct MoveShape {
-  int row_bytes = 0;    ///< what bulk loads bring: x and side arrays
-  int scales_at = 0;    ///< quantised: behind the row
+  int row_bytes = 0;  ///< what bulk loads bring: x and side arrays
+  int scales_at = 0;  ///< quantised: behind the row
   int side_at[kMaxSide] = {};
   int64_t block_scales = 0, block_side[kMaxSide] = {};  ///< offsets in this rank's block
-  int index_at = 0;     ///< positions of the token's rows, then (index_room further) their ranks
+  int index_at = 0;                                     ///< positions of the token's rows, then (index_room further) their ranks
   int index_room = 0;
   int stage_bytes = 0;
-  int zero_at = 0;      ///< in the ring: zeros for padding, as many as the widest piece has
+  int zero_at = 0;  ///< in the ring: zeros for padding, as many as the widest piece has
   int zero_bytes = 0;
-  int senders = 1;      ///< blocks that only send, until everything is sent; straight: all
+  int senders = 1;                 ///< blocks that only send, until everything is sent; straight: all
   int pushers = 1, push_ring = 2;  ///< warps of a sender, stages of each
   int workers = 1, work_ring = 2;  ///< warps that lay rows out
 };
@@ -59,7 +59,7 @@ inline MoveShape move_shape(const DispatchArgs& a, int blocks) {
   const int stages = (kRingBytes - p.zero_bytes) / p.stage_bytes;
   p.zero_at = stages * p.stage_bytes;
   if (quantised) {
-    p.pushers = std::clamp(stages / 2, 1, 12);
+    p.pushers = std::clamp(stages / 2, 1, 11);
     p.push_ring = std::clamp(stages / p.pushers, 1, 2);
   } else {
     p.pushers = std::max(1, std::min(issuing_warps(at), stages / 4));
@@ -76,12 +76,14 @@ inline MoveShape move_shape(const DispatchArgs& a, int blocks) {
 /// The bulk form of a combine: a ring of rows in each block, and how far it runs ahead with what others wait for.
 struct CombineShape {
   int stages = 0, stage_bytes = 0;
+  int batch = 8;   ///< items whose rows a block looks up together; fewer where a block has few, so that sending and receiving mix
   int lead = 900;  ///< tokens by which partial sums for other ranks are ahead of own tokens: about 40 us
 };
 inline constexpr int kMostCombineStages = 32;
 
-inline CombineShape combine_shape(const CombineArgs& a) {
+inline CombineShape combine_shape(const CombineArgs& a, int blocks) {
   CombineShape p;
+  p.batch = std::clamp(256 / blocks, 2, 8);
   p.stage_bytes = static_cast<int>((a.hidden * 2 + 127) / 128 * 128);
   p.stages = std::min(kMostCombineStages, kRingBytes / std::max(p.stage_bytes, 1));
   return p;

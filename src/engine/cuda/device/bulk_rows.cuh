@@ -21,10 +21,12 @@ __device__ __forceinline__ void bulk_wait_read_at_most(int n) {
 }
 
 /// Copies 16-byte words from global to shared memory by ordinary loads: a bulk load would need a fence that waits for all bulk stores
-/// of the SM, because an ordinary load has seen the signal. The whole warp calls it.
-__device__ __forceinline__ void fetch(std::byte* to, const std::byte* from, int bytes) {
+/// of the SM, because an ordinary load has seen the signal. The whole warp calls it. Its own function: copies of it inside each other's
+/// loops take more registers than there are.
+__device__ __noinline__ void fetch(std::byte* to, const std::byte* from, int bytes) {
   constexpr int kEach = 8;
   const int words = bytes / 16;
+#pragma unroll 1
   for (int i0 = lane_id(); i0 < words; i0 += 32 * kEach) {
     uint4 v[kEach];
 #pragma unroll
@@ -38,7 +40,8 @@ __device__ __forceinline__ void fetch(std::byte* to, const std::byte* from, int 
   }
 }
 /// The same for a row and what lies beside it, up to 512 bytes of which come together with the row.
-__device__ __forceinline__ void fetch_both(std::byte* to, const std::byte* from, int bytes, std::byte* to_side, const std::byte* side, int side_bytes) {
+__device__ __forceinline__ void fetch_both(std::byte* to, const std::byte* from, int bytes, std::byte* to_side, const std::byte* side,
+                                           int side_bytes) {
   const bool mine = lane_id() < side_bytes / 16;
   uint4 w;
   if (mine) w = load_stream(reinterpret_cast<const uint4*>(side) + lane_id());
@@ -58,6 +61,7 @@ __device__ __forceinline__ void fetch_arrived(const DispatchArgs& a, const MoveS
     fetch_both(stage, x, static_cast<int>(a.x_bytes), stage + p.side_at[0], block + p.block_side[0] + row * a.side[0].bytes, a.side[0].bytes);
     s = 1;
   }
+#pragma unroll 1
   for (; s < a.num_side; ++s) fetch(stage + p.side_at[s], block + p.block_side[s] + row * a.side[s].bytes, a.side[s].bytes);
 }
 
@@ -75,6 +79,7 @@ __device__ __forceinline__ void fetch_token(const DispatchArgs& a, const MoveSha
   } else {
     quantize_to_shared<false>(x, static_cast<int>(a.hidden), a.quantize, stage, stage + p.scales_at);
   }
+#pragma unroll 1
   for (; s < a.num_side; ++s) fetch(stage + p.side_at[s], a.side[s].src + token * a.side[s].src_stride, a.side[s].bytes);
 }
 #endif

@@ -19,10 +19,12 @@ __device__ inline bool start_call(const CombineArgs& a, Call call, int role, Off
   bool good = true;
   if (role == 0) {
     send_header(c, call, HeaderInts::kRows, [&](int, int i) { return facts->words[i]; });
-    for (int d = static_cast<int>(threadIdx.x); d < c.team.num_ranks; d += static_cast<int>(blockDim.x)) send_offer(c, call, d, a.block, a.block_rows, 0);
+    for (int d = static_cast<int>(threadIdx.x); d < c.team.num_ranks; d += static_cast<int>(blockDim.x))
+      send_offer(c, call, d, a.block, a.block_rows, 0);
     good = receive_headers(c, call, HeaderInts::kRows, facts, [](int, int, uint32_t) {});
   }
-  for (int d = static_cast<int>(threadIdx.x); good && d < c.team.num_ranks; d += static_cast<int>(blockDim.x)) good = wait_offer(c, call, d, &offers[d]);
+  for (int d = static_cast<int>(threadIdx.x); good && d < c.team.num_ranks; d += static_cast<int>(blockDim.x))
+    good = wait_offer(c, call, d, &offers[d]);
   return __syncthreads_and(good);
 }
 
@@ -30,7 +32,8 @@ __device__ inline bool start_call(const CombineArgs& a, Call call, int role, Off
 __device__ inline void poison(const CombineArgs& a, int64_t first, int64_t step) {
   for (int64_t t = first; t < a.num_tokens; t += step) {
     for (int64_t i = lane_id(); i < a.hidden; i += 32) {
-      store_value(a.dtype, a.out + t * a.out_stride, i, a.dtype == DType::fp64 ? __longlong_as_double(0x7ff8000000000000ll) : static_cast<double>(NAN));
+      store_value(a.dtype, a.out + t * a.out_stride, i,
+                  a.dtype == DType::fp64 ? __longlong_as_double(0x7ff8000000000000ll) : static_cast<double>(NAN));
     }
     if (lane_id() == 0) a.num_lost[t] = 0;
     for (int k = lane_id(); a.out_side && k < a.num_topk; k += 32) a.out_side[t * a.num_topk + k] = 0;

@@ -16,7 +16,8 @@ __device__ inline void clear_counts(const DispatchArgs& a) {
 
 __device__ inline bool gather_offers(const Common& c, Call call, Offer* offers) {
   bool good = true;
-  for (int d = static_cast<int>(threadIdx.x); good && d < c.team.num_ranks; d += static_cast<int>(blockDim.x)) good = wait_offer(c, call, d, &offers[d]);
+  for (int d = static_cast<int>(threadIdx.x); good && d < c.team.num_ranks; d += static_cast<int>(blockDim.x))
+    good = wait_offer(c, call, d, &offers[d]);
   return __syncthreads_and(good);
 }
 

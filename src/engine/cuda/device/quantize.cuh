@@ -18,10 +18,9 @@ __device__ __forceinline__ uint32_t finite_amax(const uint4& v) {
   uint32_t amax = max(most & 0xFFFF, most >> 16);
   if (amax < kInfinity) return amax;
   amax = 0;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const uint32_t m = words[i / 2] >> (i % 2 * 16) & 0xFFFF;
-    if (m < kInfinity && m > amax) amax = m;
+  for (const uint32_t w : words) {
+    const uint32_t finite = w & __vcmpltu2(w, kInfinity << 16 | kInfinity);
+    amax = max(amax, max(finite & 0xFFFF, finite >> 16));
   }
   return amax;
 }
@@ -46,6 +45,7 @@ __device__ __forceinline__ uint32_t quantize_pair(uint32_t word, float inverse) 
 template <bool kBf16>
 __device__ __forceinline__ void quantize_to_shared(const std::byte* x, int hidden, Quantize how, std::byte* q, std::byte* scales) {
   const int words = hidden / 8, lane = lane_id();
+#pragma unroll 1
   for (int w0 = 0; w0 < words; w0 += 128) {
     uint4 v[4];
     uint32_t amax[4];

@@ -14,20 +14,14 @@ class Tickets {
   __device__ Tickets(uint32_t* counter, int total, int workers, int most) : counter_(counter), total_(total), shares_(4 * workers), most_(most) {
     if (lane_id() != 0) return;
     ask();
-    current_ = next_;
-    end_ = next_end_;
-    if (current_ < total_) ask();
+    next_run();
   }
   /// The next item, -1 after the last. The whole warp calls it.
   __device__ int take() {
     int item = -1;
     if (lane_id() == 0 && current_ < total_) {
       item = current_++;
-      if (current_ == end_) {
-        current_ = next_;
-        end_ = next_end_;
-        if (current_ < total_) ask();
-      }
+      if (current_ == end_) next_run();
     }
     return __shfl_sync(kFull, item, 0);
   }
@@ -37,12 +31,17 @@ class Tickets {
 
  private:
   __device__ void ask() {
-    const int n = max(1, min(most_, (total_ - current_) / shares_));
-    next_ = static_cast<int>(atomicAdd(counter_, static_cast<uint32_t>(n)));
-    next_end_ = min(next_ + n, total_);
+    next_size_ = max(1, min(most_, (total_ - current_) / shares_));
+    next_ = static_cast<int>(atomicAdd(counter_, static_cast<uint32_t>(next_size_)));
+  }
+  /// Nothing looks at what the atomic gives until the run is needed: no thread waits for it before.
+  __device__ void next_run() {
+    current_ = next_;
+    end_ = min(next_ + next_size_, total_);
+    if (current_ < total_) ask();
   }
   uint32_t* counter_;
-  int total_, shares_, most_, current_ = 0, end_ = 0, next_ = 0, next_end_ = 0;
+  int total_, shares_, most_, current_ = 0, end_ = 0, next_ = 0, next_size_ = 0;
 };
 
 }  // namespace turnout::engine::cuda

@@ -1,6 +1,6 @@
-#include "engine/cuda/throughput/bulk.h"
-
 #include <atomic>
+
+#include "engine/cuda/throughput/bulk.h"
 
 namespace turnout::engine::cuda {
 namespace {

@@ -13,11 +13,12 @@
 namespace turnout::engine::cuda {
 namespace {
 
-constexpr int kThreads = 512, kWarps = kThreads / 32, kAnnouncer = kWarps - 1;
-constexpr int kMostPushers = 12, kMostStages = 96;
-constexpr int kQueue = 256;  ///< at least 64 for each row that is written but not yet posted
+constexpr int kThreads = 384;
 
 #ifdef TURNOUT_HAS_BULK
+constexpr int kWarps = kThreads / 32, kAnnouncer = kWarps - 1;
+constexpr int kMostPushers = kWarps - 1, kMostStages = 96;
+constexpr int kQueue = 256;  ///< at least 64 for each row that is written but not yet posted
 using Queue = AnnounceQueue<kMostPushers, kQueue>;
 
 struct Shared {
@@ -90,6 +91,7 @@ __device__ __forceinline__ uint32_t send_stage(const DispatchArgs& a, const Move
     bulk_store(sh.block[d] + row * a.x_block_stride, stage, static_cast<uint32_t>(a.x_bytes));
     if (a.scale_bytes) bulk_store(sh.scales[d] + row * a.scale_bytes, stage + p.scales_at, static_cast<uint32_t>(a.scale_bytes));
     int64_t at_side = core::align_up(rows * a.scale_bytes, 128);
+#pragma unroll 1
     for (int s = 0; s < a.num_side; ++s) {
       bulk_store(sh.scales[d] + at_side + row * a.side[s].bytes, stage + p.side_at[s], static_cast<uint32_t>(a.side[s].bytes));
       at_side = core::align_up(at_side + rows * a.side[s].bytes, 128);
@@ -130,6 +132,7 @@ __device__ __forceinline__ void load_stage(const DispatchArgs& a, const MoveShap
   if (lane_id() == 0) {
     barrier_expect(full, static_cast<uint32_t>(p.row_bytes));
     bulk_load(stage, a.x + token * a.x_stride, static_cast<uint32_t>(a.x_bytes), full);
+#pragma unroll 1
     for (int s = 0; s < a.num_side; ++s) {
       bulk_load(stage + p.side_at[s], a.side[s].src + token * a.side[s].src_stride, static_cast<uint32_t>(a.side[s].bytes), full);
     }
@@ -142,7 +145,8 @@ template <bool kAnnounce>
 __device__ void push_rows(const DispatchArgs& a, const MoveShape& p, Shared& sh, std::byte* ring, Call call) {
   const int warp = warp_id(), depth = p.push_ring, ahead = max(1, depth / 2);
   const int first_stage = warp * depth;
-  Tickets tickets(&a.common.lane_control->tickets[call.copy][kTokenTicket], static_cast<int>(a.num_tokens), p.senders * p.pushers, kAnnounce ? 8 : 16);
+  Tickets tickets(&a.common.lane_control->tickets[call.copy][kTokenTicket], static_cast<int>(a.num_tokens), p.senders * p.pushers,
+                  kAnnounce ? 8 : 16);
   int issued = 0, stored = 0, in = 0, out = 0;
   uint32_t phase = 0, count = 0, one_ago = 0, two_ago = 0;
   Index index;
@@ -221,6 +225,7 @@ __device__ __forceinline__ void place_stage(const DispatchArgs& a, const MoveSha
     if (to[h] < 0) continue;
     bulk_store(a.out_x + to[h] * a.out_stride, stage, static_cast<uint32_t>(a.x_bytes), policy);
     if (a.scale_bytes) bulk_store(a.out_scales + to[h] * a.scale_bytes, stage + p.scales_at, static_cast<uint32_t>(a.scale_bytes), policy);
+#pragma unroll 1
     for (int s = 0; s < a.num_side; ++s) {
       bulk_store(a.side[s].out + static_cast<int64_t>(to[h]) * a.side[s].bytes, stage + p.side_at[s], static_cast<uint32_t>(a.side[s].bytes), policy);
     }
@@ -234,7 +239,8 @@ __device__ bool lay_out(const DispatchArgs& a, const MoveShape& p, const Shared&
   const int me = c.team.rank, others = c.team.num_ranks - 1;
   int most = 0;
   for (int s = 0; s < c.team.num_ranks; ++s) most = s == me ? most : max(most, sh.begins[s + 1] - sh.begins[s]);
-  Tickets tickets(&c.lane_control->tickets[call.copy][kOwn ? kOwnTicket : kRowTicket], kOwn ? sh.begins[me + 1] - sh.begins[me] : most * others, warps, 1);
+  Tickets tickets(&c.lane_control->tickets[call.copy][kOwn ? kOwnTicket : kRowTicket], kOwn ? sh.begins[me + 1] - sh.begins[me] : most * others,
+                  warps, 1);
   const uint64_t policy = evict_first_policy();
   for (;;) {
     const int item = tickets.take();
@@ -281,6 +287,7 @@ __device__ void pad_groups(const DispatchArgs& a, const MoveShape& p, const std:
     for (int64_t i = __ldcg(a.routing.expert_offsets + e) + __ldcg(a.routing.expert_counts + e) + first; i < end; i += lanes) {
       bulk_store(a.out_x + i * a.out_stride, zeros, static_cast<uint32_t>(a.x_bytes));
       if (a.scale_bytes) bulk_store(a.out_scales + i * a.scale_bytes, zeros, static_cast<uint32_t>(a.scale_bytes));
+#pragma unroll 1
       for (int s = 0; s < a.num_side; ++s) bulk_store(a.side[s].out + i * a.side[s].bytes, zeros, static_cast<uint32_t>(a.side[s].bytes));
     }
   }
@@ -306,8 +313,11 @@ __device__ void receive_part(const DispatchArgs& a, const MoveShape& p, const Sh
     std::byte* my = ring + static_cast<int64_t>(warp) * p.work_ring * p.stage_bytes;
     int slot = 0;
     // Half of the warps begin with what is here already.
-    if (warp % 2 == 0) lay_out<true>(a, p, sh, my, warps, &slot, call) && lay_out<false>(a, p, sh, my, warps, &slot, call);
-    else lay_out<false>(a, p, sh, my, warps, &slot, call) && lay_out<true>(a, p, sh, my, warps, &slot, call);
+    bool good = true;
+#pragma unroll 1
+    for (int part = 0; good && part < 2; ++part) {
+      good = (warp + part) % 2 == 0 ? lay_out<true>(a, p, sh, my, warps, &slot, call) : lay_out<false>(a, p, sh, my, warps, &slot, call);
+    }
   } else if (p.zero_bytes && index >= 0) {
     pad_groups(a, p, ring + p.zero_at, index, count);
   }
@@ -346,7 +356,9 @@ __global__ void __launch_bounds__(kThreads, 1) bulk_move_kernel(const __grid_con
 #endif
 }
 
-bool aligned(const void* p, int64_t a = 0, int64_t b = 0) { return (reinterpret_cast<uintptr_t>(p) | static_cast<uintptr_t>(a) | static_cast<uintptr_t>(b)) % 16 == 0; }
+bool aligned(const void* p, int64_t a = 0, int64_t b = 0) {
+  return (reinterpret_cast<uintptr_t>(p) | static_cast<uintptr_t>(a) | static_cast<uintptr_t>(b)) % 16 == 0;
+}
 
 }  // namespace
 
@@ -375,11 +387,12 @@ cudaError_t launch_move_bulk(const DispatchArgs& a, bool send, bool receive, int
 }
 
 cudaError_t prepare_move_bulk() {
-  for (const void* kernel : {reinterpret_cast<const void*>(bulk_move_kernel<true, true>), reinterpret_cast<const void*>(bulk_move_kernel<true, false>),
-                             reinterpret_cast<const void*>(bulk_move_kernel<false, true>)}) {
+  for (const void* kernel :
+       {reinterpret_cast<const void*>(bulk_move_kernel<true, true>), reinterpret_cast<const void*>(bulk_move_kernel<true, false>),
+        reinterpret_cast<const void*>(bulk_move_kernel<false, true>)}) {
     cudaFuncAttributes unused;
-    const cudaError_t bad = has_bulk() ? cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRingBytes)
-                                       : cudaFuncGetAttributes(&unused, kernel);
+    const cudaError_t bad =
+        has_bulk() ? cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRingBytes) : cudaFuncGetAttributes(&unused, kernel);
     if (bad) return bad;
   }
   return cudaSuccess;
