@@ -1,9 +1,12 @@
 // First kernel of a dispatch in throughput mode. Tokens are counted in chunks, which blocks take by ticket; a chunk's prefix is
 // the sum of the chunks before it, whose blocks have started. The block of the last chunk knows the totals: it exchanges
 // headers with all ranks. Then every block sends ids, weights and positions of its chunks to where the rows will go.
+#include <algorithm>
+
 #include "engine/cuda/device/header.cuh"
 #include "engine/cuda/device/rows.cuh"
 #include "engine/cuda/kernels.h"
+#include "engine/cuda/launch.h"
 
 namespace turnout::engine::cuda {
 namespace {
@@ -471,16 +474,12 @@ static size_t plan_shared_bytes(int num_ranks, int num_experts) {
 }
 
 cudaError_t launch_plan(const DispatchArgs& a, int num_ranks, int num_experts, int blocks, cudaStream_t stream) {
-  const int chunks = num_chunks(a.num_tokens);
-  plan_kernel < <<blocks<chunks ? blocks : chunks, kThreads, plan_shared_bytes(num_ranks, num_experts), stream>>>(
-                    a, plan_groups(num_ranks, num_experts));
-  return cudaGetLastError();
+  const int grid = std::min(blocks, num_chunks(a.num_tokens));
+  return launch_kernel(plan_kernel, grid, kThreads, plan_shared_bytes(num_ranks, num_experts), stream, false, a, plan_groups(num_ranks, num_experts));
 }
 cudaError_t launch_meta(const DispatchArgs& a, int num_ranks, int num_experts, int blocks, cudaStream_t stream) {
-  const int chunks = num_chunks(a.num_tokens);
-  meta_kernel < <<blocks<chunks ? blocks : chunks, kThreads, plan_shared_bytes(num_ranks, num_experts), stream>>>(
-                    a, plan_groups(num_ranks, num_experts));
-  return cudaGetLastError();
+  const int grid = std::min(blocks, num_chunks(a.num_tokens));
+  return launch_kernel(meta_kernel, grid, kThreads, plan_shared_bytes(num_ranks, num_experts), stream, false, a, plan_groups(num_ranks, num_experts));
 }
 cudaError_t launch_hello(const Common& c, size_t block, int64_t block_rows, int channels, bool refused, cudaStream_t stream) {
   hello_kernel<<<1, 128, 0, stream>>>(c, block, block_rows, static_cast<uint32_t>(channels), refused);
