@@ -1,14 +1,27 @@
 #!/usr/bin/env python3
-"""Checks the links between the pages: every relative link of a Markdown file leads to a file, and to a heading where it names one.
+"""Checks that the pages speak of what is there:
+  links       every relative link leads to a file, and to a heading where it names one
+  names       every TURNOUT_ name is a variable of src/util/env.cc, an option of CMakeLists.txt, or a word of the sources
+  paths       every `path` that begins with a folder of the repository exists (build/ is not looked at)
+  commands    every `./dev COMMAND` is one of dev's, every preset one of CMakePresets.json's
+  flags       (with --command) every --flag in a page about `turnout` is one that the command has, every flag of the command stands in
+              a page, and a table's first value is the default
 
-usage: check_docs.py [ROOT]
+usage: check_docs.py [ROOT] [--command build/PRESET/tools/turnout]
 """
+import json
 import pathlib
 import re
+import subprocess
 import sys
 
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+FOLDERS = "bench|cmake|docs|examples|include|records|scripts|src|tests|tools"
+PATH = re.compile(r"`((?:%s)/[\w./*{},<>-]+)" % FOLDERS)
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
+# Pages whose flags are those of the command.
+COMMAND_PAGES = ["bench.md", "demo.md", "launch.md"]
 
 
 def anchors(page):
@@ -17,23 +30,95 @@ def anchors(page):
     return {re.sub(r"[^\w\- ]", "", h.strip().lower()).replace(" ", "-") for h in re.findall(r"^#+ +(.*)$", text, re.MULTILINE)}
 
 
-def main(root):
-    pages = sorted(root.glob("*.md")) + sorted((root / "docs").rglob("*.md"))
-    broken, num_links = [], 0
+def check_links(root, pages):
     for page in pages:
         for target in LINK.findall(FENCE.sub("", page.read_text())):
             if re.match(r"[a-z]+:", target):
                 continue
-            num_links += 1
             name, _, heading = target.partition("#")
             file = (page.parent / name) if name else page
             if not file.exists():
-                broken.append(f"{page.relative_to(root)}: {target} does not exist")
+                yield page, target + " does not exist"
             elif heading and file.suffix == ".md" and heading not in anchors(file):
-                broken.append(f"{page.relative_to(root)}: {target}: no such heading")
-    print("\n".join(broken + [f"docs: {len(pages)} pages, {num_links} relative links, {len(broken)} broken"]))
-    return 1 if broken or not pages else 0
+                yield page, target + ": no such heading"
+
+
+def check_names(root, pages):
+    known = set(re.findall(r"TURNOUT_\w+", (root / "CMakeLists.txt").read_text()))
+    for folder in ("include", "src"):
+        for source in (root / folder).rglob("*.[hc]*"):
+            known |= set(re.findall(r"TURNOUT_\w+", source.read_text(errors="replace")))
+    for page in pages:
+        for name in sorted(set(re.findall(r"\bTURNOUT_[A-Z_]*[A-Z]\b", page.read_text()))):
+            if name not in known:
+                yield page, name + " is nowhere in the sources"
+
+
+def check_paths(root, pages):
+    for page in pages:
+        for path in sorted(set(PATH.findall(page.read_text()))):
+            path = path.rstrip(".,")
+            if re.search(r"[<>]", path) or (page.parent / path).exists():
+                continue
+            choices = re.search(r"\{([^}]*)\}", path)
+            all_paths = [path.replace(choices[0], c) for c in choices[1].split(",")] if choices else [path]
+            for one in all_paths:
+                if not list(root.glob(one)):
+                    yield page, one + " does not exist"
+
+
+def check_commands(root, pages):
+    commands = set(re.findall(r"^cmd_(\w+)\(\)", (root / "dev").read_text(), re.MULTILINE)) | {"help"}
+    presets = {p["name"] for p in json.loads((root / "CMakePresets.json").read_text())["buildPresets"]}
+    for page in pages:
+        for command, argument in re.findall(r"\./dev (\w+)(?: ([a-z]\w*)\b)?", page.read_text()):
+            if command not in commands:
+                yield page, "./dev " + command + " is no command of dev"
+            if command == "build" and argument and argument not in presets:
+                yield page, "./dev build " + argument + " is no preset"
+
+
+def help_of(command, name):
+    return subprocess.run([command, name, "--help"], check=True, capture_output=True, text=True).stdout
+
+
+def check_flags(root, command):
+    """A page with one command's table holds its defaults; other pages may speak of every command."""
+    helps = {name: help_of(command, name) for name in ("launch", "bench", "demo", "selftest")}
+    known = set(FLAG.findall("".join(helps.values()))) | set(FLAG.findall((root / "dev").read_text()))
+    known |= set(FLAG.findall((root / "bench/record.py").read_text())) | {"--version"}
+    texts = {name: (root / "docs" / name).read_text() for name in COMMAND_PAGES}
+    for name, text in texts.items():
+        for flag in sorted(set(FLAG.findall(text)) - known):
+            yield root / "docs" / name, flag + " is no flag of turnout"
+    for name, text in helps.items():
+        page = {"demo": "demo.md", "launch": "launch.md"}.get(name, "bench.md")
+        for flag in sorted(set(FLAG.findall(text)) - {"--help"}):
+            if flag not in FLAG.findall("".join(texts.values())):
+                yield root / "docs" / page, "%s of turnout %s is not told" % (flag, name)
+    for page, name in (("bench.md", "bench"), ("demo.md", "demo")):
+        for cell, value in re.findall(r"^\| (`--[^|]*`) \| ([^|]*?)[,;:(|]", texts[page].replace(" |\n", " ,|\n"), re.MULTILINE):
+            flags, values = FLAG.findall(cell), re.split(r", ", value)
+            default = re.search(re.escape(flags[0]) + r" \w+=(\S+)", helps[name])
+            if len(flags) == 1 and default and default[1] != values[0].strip(" `"):
+                yield root / "docs" / page, "%s has the default %s, not %s" % (flags[0], default[1], values[0])
+
+
+def main(arguments):
+    command = arguments[arguments.index("--command") + 1] if "--command" in arguments else None
+    roots = [a for i, a in enumerate(arguments) if not a.startswith("--") and (i == 0 or arguments[i - 1] != "--command")]
+    root = pathlib.Path(roots[0] if roots else pathlib.Path(__file__).resolve().parent.parent).resolve()
+    pages = sorted(root.glob("*.md")) + sorted((root / "docs").rglob("*.md"))
+    # Design pages also speak of what is to come: their links and variables must be right, paths and commands need not exist yet.
+    done = [p for p in pages if p.name != "overview.md" and p.name != "STYLE.md"]
+    wrong = [*check_links(root, pages), *check_names(root, pages), *check_paths(root, done), *check_commands(root, done)]
+    if command:
+        wrong += check_flags(root, command)
+    for page, why in wrong:
+        print("%s: %s" % (page.relative_to(root), why))
+    print("docs: %d pages, %d wrong" % (len(pages), len(wrong)))
+    return 1 if wrong or not pages else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else pathlib.Path(__file__).resolve().parent.parent).resolve()))
+    sys.exit(main(sys.argv[1:]))

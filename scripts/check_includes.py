@@ -15,7 +15,7 @@ INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
 STANDARD = re.compile(r"^[a-z0-9_]+$")
 C_STANDARD = {"stdint.h", "stddef.h", "stdbool.h"}
 # What engines see of transports.
-ENGINE_SEES = {"transport/transport.h", "transport/device_window.h"}
+ENGINE_SEES = {"transport/transport.h", "transport/idler.h", "transport/device_window.h"}
 
 # Headers of others, and the folders that may see them.
 CUDA = ("src/engine/cuda/", "src/transport/cuda_p2p/", "src/transport/cuda_host/", "src/transport/nccl/", "src/transport/device/", "plugins/", "bench/",
@@ -60,7 +60,7 @@ def breach(path, bracket, target, root):
     if head != folder and FLOORS[head] >= FLOORS[folder]:
         return f"src/{folder} (floor {FLOORS[folder]}) must not see src/{head} (floor {FLOORS[head]})"
     if head == "transport" and folder == "engine" and target not in ENGINE_SEES and not (target.startswith("transport/device/") and "cuda" in path):
-        return "the engine knows transports by transport.h and device_window.h only, and the CUDA engine by transport/device"
+        return "the engine knows transports by transport.h, idler.h and device_window.h only, and the CUDA engine by transport/device"
     here, there = path.split("/")[2:-1], target.split("/")[1:-1]
     if head == folder == "transport" and here and there and here[0] != there[0] and "device" not in there[0]:
         return f"transport {here[0]} must not see transport {there[0]}: what both need goes into src/transport/"

@@ -122,7 +122,6 @@ class TURNOUT_API CombineResult {
 };
 
 class Buffer;
-
 /// A call that was issued and not yet waited for. Movable. Destroying it without wait() waits for it and drops the result.
 template <class Result>
 class TURNOUT_API Pending {
@@ -177,10 +176,9 @@ class TURNOUT_API Buffer {
   void recover();
   /// Non-zero once the Buffer is aborted; may be read at any time.
   const uint64_t* status_word() const;
-  /// GPU, collective: gives the arena's physical memory back (leases lose their rows), and maps fresh memory at the same addresses.
-  /// REQUIRES: no call is under way. Throws: InvalidArgument on a CPU or out of turn, TransportError (memory; shared by cudaIpc).
-  void suspend();
-  void resume();
+  /// GPU, collective, no call under way: gives the arena's memory back (leases lose their rows) / maps fresh memory at the same
+  /// addresses. Throws: InvalidArgument on a CPU or out of turn, TransportError (memory; shared by cudaIpc).
+  void suspend(), resume();
   /// Later calls raise InvalidArgument; peers that wait for this rank raise PeerFailed. Local, idempotent; as is destruction.
   void close();
 

@@ -15,7 +15,7 @@ inline namespace v0 {
 inline constexpr int kMaxTopk = 64;
 
 /// Deadlines of a wait. A living peer that has not arrived at the call has `busy_timeout`; a silent one, or one that is
-/// inside the call and does not get on, has `timeout`.
+/// inside the call and does not get on, has `timeout`. Each is 1 ms to a year.
 struct Timeouts {
   std::chrono::milliseconds timeout{60'000};
   std::chrono::milliseconds busy_timeout{30 * 60'000};
@@ -56,7 +56,8 @@ struct TURNOUT_API BufferConfig {
   void validate(int num_ranks) const;
 };
 
-/// Bytes of symmetric memory that each rank of a Buffer takes: exactly what the constructor allocates.
+/// Bytes of symmetric memory that each rank of a Buffer takes, signals included, in whole pages: exactly what the constructor
+/// allocates. (Results that are not leases come from the allocator, when they are needed.)
 /// Throws: InvalidArgument as BufferConfig::validate.
 TURNOUT_API size_t required_bytes(const BufferConfig& config, int num_ranks);
 

@@ -21,7 +21,7 @@ struct TURNOUT_API TensorView {
   std::array<int64_t, 3> strides{};
   Device device{};
 
-  /// A dense (row-major, no gaps) view.
+  /// A dense (row-major, no gaps) view. Throws: InvalidArgument for more than three dimensions.
   static TensorView dense(const void* data, DType dtype, std::initializer_list<int64_t> shape, Device device = {});
 
   /// A matrix whose rows start `row_stride` elements apart.
@@ -29,7 +29,7 @@ struct TURNOUT_API TensorView {
 
   /// True if the view was given at all (a default-constructed view was not).
   bool defined() const { return ndim > 0; }
-  int64_t num_elements() const;  ///< INT64_MAX if there are more
+  int64_t num_elements() const;  ///< 0 if an extent is not positive; at most INT64_MAX
   bool is_dense() const;
 
   /// First byte of row `i` (and of matrix `j`, row `i` for three dimensions).

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <string>
 
 #include "core/math.h"
@@ -13,9 +14,24 @@ namespace turnout::api {
 namespace {
 
 std::string str(int64_t n) { return std::to_string(n); }
+/// What an argument is called in a message. No string is made of it unless there is one.
+struct Name {
+  Name(const char* name) : text(name) {}
+  Name(const std::string& name) : text(name.c_str()) {}
+  const char* text;
+  friend std::string operator+(const Name& name, const std::string& rest) { return name.text + rest; }
+};
 [[noreturn]] void refuse(const std::string& text) { throw InvalidArgument(text); }
 
-void check_aligned(const std::string& what, const TensorView& t) {
+constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+
+/// Bytes of `n` elements, or the largest number: a width that wraps around must not look small.
+int64_t bytes_of(int64_t n, DType dtype) {
+  const auto size = static_cast<int64_t>(size_of(dtype));
+  return n > kMost / size ? kMost : n * size;
+}
+
+void check_aligned(const Name& what, const TensorView& t) {
   if (reinterpret_cast<uintptr_t>(t.data) % size_of(t.dtype) != 0) {
     refuse(what + " is not aligned: its address is no multiple of " + str(static_cast<int64_t>(size_of(t.dtype))) + " bytes (" +
            std::string(name(t.dtype)) + ")");
@@ -23,22 +39,24 @@ void check_aligned(const std::string& what, const TensorView& t) {
 }
 
 /// REQUIRES: 1 to 3 dimensions.
-void check_extents(const std::string& what, const TensorView& t) {
+void check_extents(const Name& what, const TensorView& t) {
   for (int d = 0; d < t.ndim; ++d) {
     if (t.shape[static_cast<size_t>(d)] < 0) refuse(what + " is " + t.to_string() + ": a dimension is negative");
   }
 }
 
-void check_dense(const std::string& what, const TensorView& t) {
+void check_dense(const Name& what, const TensorView& t) {
   if (!t.is_dense() && t.num_elements() > 0) refuse(what + " is " + t.to_string() + ", but must be dense");
 }
 
 /// At least `needed` numbers that are read one after the other, in any shape.
-void check_numbers(const std::string& what, const TensorView& t, std::initializer_list<DType> dtypes, int64_t needed) {
+void check_numbers(const Name& what, const TensorView& t, std::initializer_list<DType> dtypes, int64_t needed) {
   if (t.ndim > 3) refuse(what + " has " + str(t.ndim) + " dimensions, but must have 1 to 3");
-  std::string names;
-  for (DType dtype : dtypes) names += (names.empty() ? "" : " or ") + std::string(name(dtype));
-  if (std::find(dtypes.begin(), dtypes.end(), t.dtype) == dtypes.end()) refuse(what + " is " + t.to_string() + ", but must be " + names);
+  if (std::find(dtypes.begin(), dtypes.end(), t.dtype) == dtypes.end()) {
+    std::string names;
+    for (DType dtype : dtypes) names += (names.empty() ? "" : " or ") + std::string(name(dtype));
+    refuse(what + " is " + t.to_string() + ", but must be " + names);
+  }
   check_extents(what, t);
   const int64_t have = t.num_elements();
   check_dense(what, t);
@@ -48,7 +66,7 @@ void check_numbers(const std::string& what, const TensorView& t, std::initialize
 }
 
 /// A matrix of rows: two dimensions, last stride 1, data unless there are no rows, aligned to its elements, on the CPU.
-void check_matrix(const std::string& what, const TensorView& t, int ndim = 2) {
+void check_matrix(const Name& what, const TensorView& t, int ndim = 2) {
   if (!t.defined()) refuse(what + " is missing");
   if (t.ndim != ndim) refuse(what + " is " + t.to_string() + ", but must have " + str(ndim) + " dimensions");
   check_extents(what, t);
@@ -62,7 +80,7 @@ void check_matrix(const std::string& what, const TensorView& t, int ndim = 2) {
   check_aligned(what, t);
 }
 
-void check_shape(const std::string& what, const TensorView& t, std::initializer_list<int64_t> shape) {
+void check_shape(const Name& what, const TensorView& t, std::initializer_list<int64_t> shape) {
   size_t d = 0;
   bool same = t.ndim == static_cast<int>(shape.size());
   for (int64_t extent : shape) same = same && t.shape[d++] == extent;
@@ -73,7 +91,7 @@ void check_shape(const std::string& what, const TensorView& t, std::initializer_
 }
 
 /// Rows of an output must not overlap.
-void check_output(const std::string& what, const TensorView& t, DType dtype, int64_t cols) {
+void check_output(const Name& what, const TensorView& t, DType dtype, int64_t cols) {
   check_matrix(what, t, t.ndim == 3 ? 3 : 2);
   if (t.dtype != dtype) refuse(what + " is " + t.to_string() + ", but the result is " + std::string(name(dtype)));
   const auto last = static_cast<size_t>(t.ndim - 1);
@@ -91,35 +109,35 @@ void check_ids(const TensorView& ids, int num_experts) {
   }
 }
 
-void check_row_width(const std::string& what, const TensorView& t, const BufferConfig& config) {
+void check_row_width(const Name& what, const TensorView& t, const BufferConfig& config) {
   const int64_t hidden = t.shape[static_cast<size_t>(t.ndim - 1)];
   if (hidden < 1) refuse(what + " is " + t.to_string() + ": rows must have at least one element");
-  if (static_cast<size_t>(hidden) > row_bytes(config) / size_of(t.dtype)) {
-    refuse(what + " is " + t.to_string() + ": rows of " + str(hidden) + " x " + str(static_cast<int64_t>(size_of(t.dtype))) +
-           " bytes, but this Buffer was made for at most " + str(static_cast<int64_t>(row_bytes(config))) + " (hidden " + str(config.hidden) +
-           " of " + std::string(name(config.dtype)) + ")");
+  const int64_t bytes = bytes_of(hidden, t.dtype), most = static_cast<int64_t>(row_bytes(config));
+  if (bytes > most) {
+    refuse(what + " is " + t.to_string() + ": rows of " + str(bytes) + " bytes, but this Buffer was made for at most " + str(most) + " (hidden " +
+           str(config.hidden) + " of " + std::string(name(config.dtype)) + ")");
   }
 }
 
 std::string text(Device device) { return device.kind == DeviceKind::cpu ? "the CPU" : std::string(name(device.kind)) + ":" + str(device.index); }
 
-void check_device(const BufferConfig& config, const std::string& what, const TensorView& t) {
+void check_device(const BufferConfig& config, const Name& what, const TensorView& t) {
   if (t.defined() && !(t.device == config.device)) refuse(what + " is on " + text(t.device) + ", but this Buffer is on " + text(config.device));
 }
 
-void check_lane(const std::string& call, const BufferConfig& config, int lane, OnFailure on_failure) {
+void check_lane(const Name& call, const BufferConfig& config, int lane, OnFailure on_failure) {
   if (const std::string problem = lane_problem(config, lane); !problem.empty()) refuse(call + ": " + problem);
   if (on_failure == OnFailure::mask) refuse(call + ": on_failure=mask is not in this version; use raise");
 }
 
 /// A view of memory that a result gave back is no argument.
-void check_alive(const engine::Context& context, const std::string& what, const TensorView& t) {
+void check_alive(const engine::Context& context, const Name& what, const TensorView& t) {
   if (t.defined() && t.data && context.is_released(t.data)) refuse(what + " is a view of a result that was released");
 }
 
-const internal::Routing& check_handle(const char* call, const engine::Context& context, const Handle* handle) {
-  if (!handle || !*handle) refuse(std::string(call) + ": handle is empty; give the handle of a dispatch of this Buffer");
-  if (handle->routing()->buffer != context.serial) refuse(std::string(call) + ": handle was made by another Buffer (or one that is closed)");
+const internal::Routing& check_handle(const Name& call, const engine::Context& context, const Handle* handle) {
+  if (!handle || !*handle) refuse(call + ": handle is empty; give the handle of a dispatch of this Buffer");
+  if (handle->routing()->buffer != context.serial) refuse(call + ": handle was made by another Buffer (or one that is closed)");
   return *handle->routing();
 }
 
@@ -167,7 +185,10 @@ void check_dispatch(const engine::Context& context, const DispatchArgs& args) {
   check_device(config, "dispatch: topk_idx", args.topk_idx);
   check_device(config, "dispatch: topk_weights", args.topk_weights);
   check_device(config, "dispatch: out", args.out);
-  for (const TensorView& side : args.side) check_device(config, "dispatch: side", side);
+  for (size_t s = 0; s < args.side.size(); ++s) {
+    if (args.side[s].device == config.device) continue;
+    check_device(config, "dispatch: side[" + str(static_cast<int64_t>(s)) + "]", args.side[s]);
+  }
   check_matrix("dispatch: x", args.x);
   check_row_width("dispatch: x", args.x, config);
   check_alive(context, "dispatch: x", args.x);
@@ -188,19 +209,18 @@ void check_dispatch(const engine::Context& context, const DispatchArgs& args) {
     refuse("dispatch: x is " + args.x.to_string() + ", but quantize takes bf16, fp16 or fp32");
   }
   if (args.side.size() > engine::kMaxSideArrays) refuse("dispatch: " + str(static_cast<int64_t>(args.side.size())) + " side arrays, at most 16");
-  size_t side_bytes = 0;
+  int64_t side_bytes = 0;
   for (size_t s = 0; s < args.side.size(); ++s) {
     const std::string what = "dispatch: side[" + str(static_cast<int64_t>(s)) + "]";
     check_matrix(what, args.side[s]);
     check_alive(context, what, args.side[s]);
     if (args.side[s].shape[0] != tokens) refuse(what + " has " + str(args.side[s].shape[0]) + " rows but x has " + str(tokens));
-    const size_t width = size_of(args.side[s].dtype);
-    if (static_cast<size_t>(args.side[s].shape[1]) > (config.max_side_bytes - side_bytes) / width) {
-      refuse(what + " is " + args.side[s].to_string() + ": " + str(args.side[s].shape[1]) + " x " + str(static_cast<int64_t>(width)) +
-             " bytes per row after " + str(static_cast<int64_t>(side_bytes)) + " of the arrays before it, but this Buffer was made for at most " +
-             str(static_cast<int64_t>(config.max_side_bytes)) + " (max_side_bytes)");
+    const int64_t bytes = bytes_of(args.side[s].shape[1], args.side[s].dtype);
+    side_bytes = bytes > kMost - side_bytes ? kMost : side_bytes + bytes;
+    if (side_bytes > static_cast<int64_t>(config.max_side_bytes)) {
+      refuse("dispatch: side arrays have " + str(side_bytes) + " bytes per row up to side[" + str(static_cast<int64_t>(s)) +
+             "], but this Buffer was made for at most " + str(static_cast<int64_t>(config.max_side_bytes)) + " (max_side_bytes)");
     }
-    side_bytes += static_cast<size_t>(args.side[s].shape[1]) * width;
   }
   check_alive(context, "dispatch: out", args.out);
   if (args.out.defined()) {
@@ -226,13 +246,13 @@ void check_combine(const engine::Context& context, const CombineArgs& args) {
   check_matrix("combine: y", args.y, slab && args.y.ndim == 3 ? 3 : 2);
   if (!is_summable(args.y.dtype)) refuse("combine: y is " + args.y.to_string() + ", but must be fp16, bf16, fp32 or fp64");
   check_row_width("combine: y", args.y, config);
-  const int64_t have = args.y.ndim == 3 ? args.y.shape[0] * args.y.shape[1] : args.y.shape[0];
   const int64_t need = slab ? r.result_rows() : r.num_rows;
   if (slab && args.y.ndim == 3) {
     if (args.y.shape[0] != r.num_local_experts() || args.y.shape[1] != r.capacity) {
       refuse("combine: y is " + args.y.to_string() + ", but must be [" + str(r.num_local_experts()) + ", " + str(r.capacity) + ", hidden]");
     }
   }
+  const int64_t have = args.y.ndim == 3 ? args.y.shape[0] * args.y.shape[1] : args.y.shape[0];
   if (have < need) refuse("combine: y has " + str(have) + " rows, but the handle's dispatch delivered " + str(need));
   if (need > 0) check_alive(context, "combine: y", args.y);
   check_alive(context, "combine: out", args.out);

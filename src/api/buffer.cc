@@ -14,23 +14,25 @@ Buffer& Buffer::operator=(Buffer&&) noexcept = default;
 Buffer::~Buffer() = default;
 
 PendingDispatch Buffer::dispatch_async(const DispatchArgs& args) {
-  auto pending = impl_->start(args, false);
+  auto pending = impl_->start(args);
   if (args.receive == Receive::resident && !impl_->device()) impl_->receive_meanwhile(pending);
   return PendingDispatch(std::move(pending));
 }
 
 DispatchResult Buffer::dispatch(const DispatchArgs& args) {
-  auto pending = impl_->start(args, true);
-  pending->waited = true;
-  return impl_->finish_dispatch(*pending);
+  internal::PendingImpl pending(impl_, args.lane);
+  impl_->start(args, &pending);
+  pending.waited = true;
+  return impl_->finish_dispatch(pending);
 }
 
-PendingCombine Buffer::combine_async(const CombineArgs& args) { return PendingCombine(impl_->start(args, false)); }
+PendingCombine Buffer::combine_async(const CombineArgs& args) { return PendingCombine(impl_->start(args)); }
 
 CombineResult Buffer::combine(const CombineArgs& args) {
-  auto pending = impl_->start(args, true);
-  pending->waited = true;
-  return impl_->finish_combine(*pending);
+  internal::PendingImpl pending(impl_, args.lane);
+  impl_->start(args, &pending);
+  pending.waited = true;
+  return impl_->finish_combine(pending);
 }
 
 void Buffer::set_expert_to_rank(const std::vector<int>& expert_to_rank) { impl_->set_expert_to_rank(expert_to_rank); }
@@ -54,7 +56,7 @@ int Buffer::num_local_experts() const {
   return context.experts->num_local(context.rank);
 }
 uint64_t Buffer::num_fresh_results() const { return impl_->context()->fresh_results.load(std::memory_order_relaxed); }
-size_t Buffer::num_bytes() const { return impl_->device() ? impl_->device()->num_bytes() : impl_->context()->layout.num_bytes; }
+size_t Buffer::num_bytes() const { return impl_->device() ? impl_->device()->num_bytes() : api::arena_bytes(impl_->context()->layout); }
 
 }  // namespace v0
 }  // namespace turnout

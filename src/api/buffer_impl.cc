@@ -6,8 +6,10 @@
 
 #include "api/arguments.h"
 #include "api/layout.h"
+#include "engine/cpu/block_cache.h"
 #include "engine/cpu/refused_call.h"
 #include "engine/cpu/send_list.h"
+#include "transport/idler.h"
 #include "util/env.h"
 
 namespace turnout {
@@ -109,7 +111,9 @@ void BufferImpl::require_open(const char* call) const {
 template <class Args>
 void BufferImpl::refuse(const Args& args, Lane& lane) {
   const std::exception_ptr why = std::current_exception();
-  auto call = std::make_shared<engine::RefusedCall>(context_, lane.index(), lane.take_epoch(), lane.first_epoch(), api::facts_of(*context_, args));
+  const uint64_t epoch = lane.take_epoch();
+  auto call = std::make_shared<engine::RefusedCall>(context_, lane.index(), epoch, lane.first_epoch(), api::facts_of(*context_, args),
+                                                    lane.closing_call(epoch - static_cast<uint64_t>(context_->layout.depth)));
   lane.add(call);
   lane.drive(*call, Lane::Until::sent);
   lane.remove(call.get());
@@ -139,7 +143,7 @@ void BufferImpl::stop_for_lane(const char* call, int lane) {
 }
 
 template <class Args>
-std::shared_ptr<PendingImpl> BufferImpl::start(const Args& args, bool receive_now) {
+std::shared_ptr<PendingImpl> BufferImpl::start(const Args& args, PendingImpl* pending) {
   const char* name = name_of(args);
   require_open(name);
   // With a single lane, a lane that is not there can stand for no other.
@@ -148,12 +152,12 @@ std::shared_ptr<PendingImpl> BufferImpl::start(const Args& args, bool receive_no
   std::lock_guard lock(lane.mutex);
   context_->check_abort();
   if (!is_there && lanes_.size() > 1) stop_for_lane(name, args.lane);
-  if (device_) return start_on_device(args, lane.index(), receive_now);
-  std::shared_ptr<PendingImpl> pending;
+  if (device_) return start_on_device(args, lane.index(), pending);
+  std::shared_ptr<PendingImpl> made;
   engine::Call* call = nullptr;
   try {
     check_outstanding(context_->config, lane, name);
-    pending = std::make_shared<PendingImpl>(shared_from_this(), lane.index());
+    if (!pending) pending = (made = std::make_shared<PendingImpl>(shared_from_this(), lane.index())).get();
     call = make_call(args, lane, *pending);
   } catch (...) {
     refuse(args, lane);
@@ -161,10 +165,10 @@ std::shared_ptr<PendingImpl> BufferImpl::start(const Args& args, bool receive_no
   lane.take_epoch();
   lane.drive(*call, Lane::Until::sent);
   pending->waited = false;  // until here a call that fails leaves nothing to drop, and the lane is locked
-  return pending;
+  return made;
 }
-template std::shared_ptr<PendingImpl> BufferImpl::start(const DispatchArgs&, bool);
-template std::shared_ptr<PendingImpl> BufferImpl::start(const CombineArgs&, bool);
+template std::shared_ptr<PendingImpl> BufferImpl::start(const DispatchArgs&, PendingImpl*);
+template std::shared_ptr<PendingImpl> BufferImpl::start(const CombineArgs&, PendingImpl*);
 
 engine::Call* BufferImpl::make_call(const DispatchArgs& args, Lane& lane, PendingImpl& pending) {
   api::check_dispatch(*context_, args);
@@ -188,15 +192,17 @@ engine::Call* BufferImpl::make_call(const DispatchArgs& args, Lane& lane, Pendin
     fresh->capacity = args.capacity.value_or(-1);
     fresh->alignment = args.layout == Layout::expert_major ? args.expert_alignment : 1;
   }
-  pending.dispatch = std::make_shared<engine::DispatchCall>(context_, args.lane, lane.next_epoch(), lane.first_epoch(), facts, args, fresh, cached);
+  pending.dispatch =
+      std::allocate_shared<engine::DispatchCall>(engine::CachedAllocator<engine::DispatchCall>(), context_, args.lane, lane.next_epoch(),
+                                                 lane.first_epoch(), facts, args, std::move(fresh), std::move(cached));
   lane.add(pending.dispatch);
   return pending.dispatch.get();
 }
 
 engine::Call* BufferImpl::make_call(const CombineArgs& args, Lane& lane, PendingImpl& pending) {
   api::check_combine(*context_, args);
-  pending.combine = std::make_shared<engine::CombineCall>(context_, args.lane, lane.next_epoch(), lane.first_epoch(), api::facts_of(*context_, args),
-                                                          args, args.handle->routing());
+  pending.combine = std::allocate_shared<engine::CombineCall>(engine::CachedAllocator<engine::CombineCall>(), context_, args.lane, lane.next_epoch(),
+                                                              lane.first_epoch(), api::facts_of(*context_, args), args, args.handle->routing());
   lane.add(pending.combine);
   return pending.combine.get();
 }
@@ -205,16 +211,21 @@ void BufferImpl::receive_meanwhile(const std::shared_ptr<PendingImpl>& pending) 
   PendingImpl* p = pending.get();  // stop_resident() joins before the pending call dies
   p->resident = std::thread([this, p] {
     transport::Window& window = *context_->window;
+    transport::Idler idler(window, context_->transport->spin());
     while (!p->stop.load(std::memory_order_acquire) && context_->status.load(std::memory_order_acquire) == 0) {
-      const uint32_t ticket = window.ticket();
       {
         Lane& l = lane(p->lane);
         std::lock_guard lock(l.mutex);
         if (p->dispatch->done() || p->dispatch->failure) return;
-        if (l.progress_all()) continue;
+        if (l.progress_all()) {
+          idler.reset();
+          continue;
+        }
         window.progress();
       }
-      window.idle(ticket, context_->transport->spin());
+      while (!idler.step()) {
+        // Leaves the lane to others in between.
+      }
     }
   });
 }
@@ -271,18 +282,15 @@ void BufferImpl::recover() {
 }
 
 void BufferImpl::close() {
-  if (!context_->closed.exchange(true)) {
-    for (auto& l : lanes_) {
-      std::lock_guard lock(l->mutex);
-      l->abandon();
-    }
-    context_->announce_close();
+  if (context_->closed.exchange(true)) return;
+  for (auto& l : lanes_) {
+    std::lock_guard lock(l->mutex);
+    l->abandon();
   }
+  context_->announce_close();
 }
 
-BufferImpl::~BufferImpl() {
-  if (context_ && !context_->closed.load(std::memory_order_acquire)) context_->announce_close();
-}
+BufferImpl::~BufferImpl() { close(); }
 
 }  // namespace internal
 }  // namespace v0

@@ -22,7 +22,7 @@ class Memory {
   std::shared_ptr<engine::ResultMemory> rows;
   std::shared_ptr<const Routing> routing;
   int64_t num_rows = 0, num_dropped = 0;
-  std::vector<int64_t> arrived;
+  engine::PerRank<int64_t> arrived;
   std::vector<float> side;
   std::vector<int32_t> num_lost;
   std::shared_ptr<void> on_device;
@@ -45,8 +45,9 @@ class PendingImpl {
   std::unique_ptr<engine::DevicePending> device;
   DispatchArgs dispatch_args{};  ///< with `device`: of the call
   CombineArgs combine_args{};
-  std::shared_ptr<Routing> routing;
-  bool waited = true;  ///< nobody has to wait for it: not issued yet, failed, or waited for
+  std::shared_ptr<const Routing> routing;
+  std::shared_ptr<Routing> fresh;  ///< the same, if this call makes it
+  bool waited = true;              ///< nobody has to wait for it: not issued yet, failed, or waited for
   std::atomic<bool> stop{false};
   std::thread resident;  ///< receives meanwhile, if asked
 };
@@ -58,9 +59,10 @@ class BufferImpl : public std::enable_shared_from_this<BufferImpl> {
   BufferImpl& operator=(const BufferImpl&) = delete;
   ~BufferImpl();
 
-  /// Checks and issues a call. What this rank cannot do is refused on all ranks.
+  /// Checks and issues a call. What this rank cannot do is refused on all ranks. `pending` keeps it, or, without one, a new one that is
+  /// returned. REQUIRES: `pending` is new and of args.lane.
   template <class Args>
-  std::shared_ptr<PendingImpl> start(const Args& args, bool receive_now);
+  std::shared_ptr<PendingImpl> start(const Args& args, PendingImpl* pending = nullptr);
   DispatchResult finish_dispatch(PendingImpl& pending);
   CombineResult finish_combine(PendingImpl& pending);
   /// Drives a pending call that nobody wants any more to its end.
@@ -91,10 +93,10 @@ class BufferImpl : public std::enable_shared_from_this<BufferImpl> {
 
   // On a device (device_calls.cc).
   void open_device(const BufferConfig& config, Allocator* allocator);
-  std::shared_ptr<PendingImpl> start_on_device(const DispatchArgs& args, int lane, bool receive_now);
-  std::shared_ptr<PendingImpl> start_on_device(const CombineArgs& args, int lane, bool receive_now);
+  std::shared_ptr<PendingImpl> start_on_device(const DispatchArgs& args, int lane, PendingImpl* pending);
+  std::shared_ptr<PendingImpl> start_on_device(const CombineArgs& args, int lane, PendingImpl* pending);
   template <class Args, class Issue>
-  std::shared_ptr<PendingImpl> issue(const Args& args, int lane, Issue issue_call);
+  std::shared_ptr<PendingImpl> issue(const Args& args, int lane, PendingImpl* pending, Issue issue_call);
   DispatchResult finish_dispatch_on_device(PendingImpl& pending);
   CombineResult finish_combine_on_device(PendingImpl& pending);
 

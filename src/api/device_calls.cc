@@ -62,15 +62,20 @@ void BufferImpl::open_device(const BufferConfig& config, Allocator* allocator) {
   const engine::cuda::Arena arena = engine::cuda::Arena::of(engine::cuda::arena_shape(config, num_ranks));
   auto window = transport::open_device_window(*communicator_->bootstrap, *communicator_->transport, "auto", config.device.index, arena.num_bytes);
   const auto make = reinterpret_cast<engine::MakeDeviceEngine>(transport::cuda_table()->make_engine);
-  device_ = make({*communicator_->bootstrap, std::move(window), communicator_->transport, communicator_->topology, config, config.device.index, allocator});
+  device_ =
+      make({*communicator_->bootstrap, std::move(window), communicator_->transport, communicator_->topology, config, config.device.index, allocator});
   device_calls_.assign(static_cast<size_t>(config.num_lanes), 0);
 }
 
 /// Runs `issue_call`; what this rank cannot do fails on all ranks. What an earlier call left is such a thing too: the others may
 /// have issued this call already.
 template <class Args, class Issue>
-std::shared_ptr<PendingImpl> BufferImpl::issue(const Args& args, int lane, Issue issue_call) {
-  auto pending = std::make_shared<PendingImpl>(shared_from_this(), lane);
+std::shared_ptr<PendingImpl> BufferImpl::issue(const Args& args, int lane, PendingImpl* pending, Issue issue_call) {
+  std::shared_ptr<PendingImpl> made;
+  if (!pending) {
+    made = std::make_shared<PendingImpl>(shared_from_this(), lane);
+    pending = made.get();
+  }
   ++device_calls_[static_cast<size_t>(lane)];
   try {
     if (device_->num_outstanding(lane) >= context_->config.max_outstanding) {
@@ -88,16 +93,17 @@ std::shared_ptr<PendingImpl> BufferImpl::issue(const Args& args, int lane, Issue
     std::rethrow_exception(why);
   }
   pending->waited = false;
-  return pending;
+  return made;
 }
 
-std::shared_ptr<PendingImpl> BufferImpl::start_on_device(const DispatchArgs& args, int lane, bool receive_now) {
-  return issue(args, lane, [&](PendingImpl& pending) {
+std::shared_ptr<PendingImpl> BufferImpl::start_on_device(const DispatchArgs& args, int lane, PendingImpl* pending) {
+  const bool receive_now = pending != nullptr;
+  return issue(args, lane, pending, [&](PendingImpl& call) {
     api::check_dispatch(*context_, args);
     std::shared_ptr<const engine::DeviceRouting> cached;
     if (args.handle) {
-      pending.routing = std::make_shared<Routing>(*args.handle->routing());
-      cached = pending.routing->device;
+      call.routing = args.handle->routing();
+      cached = call.routing->device;
     } else {
       std::shared_ptr<const core::ExpertMap> experts;
       {
@@ -105,20 +111,22 @@ std::shared_ptr<PendingImpl> BufferImpl::start_on_device(const DispatchArgs& arg
         experts = context_->experts;
       }
       const int64_t id = static_cast<int64_t>(lane) << 48 | device_calls_[static_cast<size_t>(lane)];
-      pending.routing = shape_of(args, context_->serial, id, std::move(experts), context_->rank);
+      call.fresh = shape_of(args, context_->serial, id, std::move(experts), context_->rank);
+      call.routing = call.fresh;
     }
-    pending.dispatch_args = args;
-    pending.device = device_->dispatch(args, api::facts_of(*context_, args), facts_of(*pending.routing), std::move(cached), receive_now);
+    call.dispatch_args = args;
+    call.device = device_->dispatch(args, api::facts_of(*context_, args), facts_of(*call.routing), std::move(cached), receive_now);
   });
 }
 
-std::shared_ptr<PendingImpl> BufferImpl::start_on_device(const CombineArgs& args, int lane, bool receive_now) {
-  return issue(args, lane, [&](PendingImpl& pending) {
+std::shared_ptr<PendingImpl> BufferImpl::start_on_device(const CombineArgs& args, int lane, PendingImpl* pending) {
+  const bool receive_now = pending != nullptr;
+  return issue(args, lane, pending, [&](PendingImpl& call) {
     api::check_combine(*context_, args);
     if (args.y.num_elements() > 0 && device_->is_released(args.y.data)) throw InvalidArgument("combine: y is a view of a result that was released");
-    pending.routing = std::make_shared<Routing>(*args.handle->routing());
-    pending.combine_args = args;
-    pending.device = device_->combine(args, api::facts_of(*context_, args), facts_of(*pending.routing), pending.routing->device, receive_now);
+    call.routing = args.handle->routing();
+    call.combine_args = args;
+    call.device = device_->combine(args, api::facts_of(*context_, args), facts_of(*call.routing), call.routing->device, receive_now);
   });
 }
 
@@ -139,12 +147,12 @@ void BufferImpl::resume() {
 DispatchResult BufferImpl::finish_dispatch_on_device(PendingImpl& pending) {
   const engine::DeviceDispatch d = pending.device->finish_dispatch();
   const DispatchArgs& args = pending.dispatch_args;
-  Routing& r = *pending.routing;
+  const Routing& r = *pending.routing;
   const Device device = context_->config.device;
-  if (!r.device) {
-    r.device = d.routing;
-    r.num_rows = r.layout == Layout::expert_slab || d.num_rows < 0 ? d.array_rows : d.num_rows;
-    r.recv_begin = {0, d.array_rows};
+  if (Routing* fresh = pending.fresh.get()) {
+    fresh->device = d.routing;
+    fresh->num_rows = r.layout == Layout::expert_slab || d.num_rows < 0 ? d.array_rows : d.num_rows;
+    fresh->recv_begin = {0, d.array_rows};
   }
   const Rows shape{r.layout, d.array_rows, r.num_local_experts(), r.capacity, device};
   DispatchResult result;

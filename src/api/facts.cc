@@ -28,7 +28,7 @@ engine::CallFacts facts_of(const engine::Context& context, const DispatchArgs& a
   f.topk = r ? r->num_topk : args.topk_idx.shape[1];
   f.weights = r ? r->has_weights : args.topk_weights.defined();
   f.num_side = static_cast<int64_t>(args.side.size());
-  uint64_t hash = 14695981039346656037ull, side_bytes = 0;
+  uint64_t hash = 14695981039346656037ull, side_bytes = 0;  // of a call that is refused, too: any widths
   for (const TensorView& side : args.side) {
     side_bytes += static_cast<uint64_t>(side.shape[1]) * size_of(side.dtype);
     hash = (hash ^ (static_cast<uint64_t>(side.dtype) << 32 ^ static_cast<uint64_t>(side.shape[1]))) * 1099511628211ull;
@@ -51,7 +51,7 @@ engine::CallFacts facts_of(const engine::Context& context, const CombineArgs& ar
   f.mode = static_cast<int64_t>(resolve(context.config, args.mode));
   f.layout = r ? static_cast<int64_t>(r->layout) : 0;
   f.dtype = static_cast<int64_t>(args.y.dtype);
-  f.hidden = args.y.ndim > 0 ? args.y.shape[static_cast<size_t>(args.y.ndim - 1)] : 0;
+  f.hidden = args.y.ndim > 0 && args.y.ndim <= 3 ? args.y.shape[static_cast<size_t>(args.y.ndim - 1)] : 0;
   f.topk = r ? r->num_topk : 0;
   f.weights = static_cast<int64_t>(args.apply);
   f.num_side = args.side.defined();

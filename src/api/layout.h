@@ -5,6 +5,9 @@
 
 namespace turnout::api {
 
+/// What a window of this layout takes, signals included: required_bytes(), and what the constructor allocates.
+size_t arena_bytes(const core::BufferLayout& layout);
+
 core::BufferLayout arena_of(const BufferConfig& config, int num_ranks);
 
 }  // namespace turnout::api

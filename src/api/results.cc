@@ -34,6 +34,22 @@ namespace internal {
 
 namespace {
 
+/// A dense vector. In place: a view that is made elsewhere and copied costs more than the rest of a small result.
+void set_vector(TensorView& view, const void* data, DType dtype, int64_t n) {
+  view.data = const_cast<void*>(data);
+  view.dtype = dtype;
+  view.ndim = 1;
+  view.shape[0] = n;
+  view.strides[0] = 1;
+}
+void set_matrix(TensorView& view, const void* data, DType dtype, int64_t rows, int64_t cols) {
+  view.data = const_cast<void*>(data);
+  view.dtype = dtype;
+  view.ndim = 2;
+  view.shape = {rows, cols, 0};
+  view.strides = {cols, 1, 0};
+}
+
 /// The row arrays: matrices, or slabs of [local experts, capacity, width].
 struct Shape {
   const Routing& r;
@@ -59,21 +75,21 @@ auto outcome_of(engine::Lane& lane, AnyCall& call) {
 
 DispatchResult BufferImpl::finish_dispatch(PendingImpl& pending) {
   if (pending.device) return finish_dispatch_on_device(pending);
-  const std::shared_ptr<engine::DispatchCall> call = pending.dispatch;
+  engine::DispatchCall* const call = pending.dispatch.get();
   engine::DispatchOutcome outcome = outcome_of(lane(pending.lane), *call);
   const DispatchArgs& args = call->args();
   const Routing& r = *outcome.routing;
   auto memory = std::make_shared<Memory>();
-  memory->rows = outcome.memory;
+  memory->rows = std::move(outcome.memory);
   memory->routing = outcome.routing;
   memory->num_rows = r.num_rows;
   memory->num_dropped = r.num_dropped;
-  memory->arrived.assign(call->arrived(), call->arrived() + context_->num_ranks);
+  memory->arrived.append(call->arrived(), static_cast<size_t>(context_->num_ranks));
 
   DispatchResult result;
   const Shape shape{r};
   const bool quantised = args.quantize != Quantize::none;
-  std::byte* base = outcome.memory ? outcome.memory->data() : nullptr;
+  std::byte* base = memory->rows ? memory->rows->data() : nullptr;
   const auto at = [&](size_t offset) { return base ? base + offset : nullptr; };
   result.x = shape.array(outcome.x, quantised ? DType::fp8_e4m3 : args.x.dtype, args.x.shape[1], outcome.x_stride);
   if (quantised) {
@@ -87,33 +103,33 @@ DispatchResult BufferImpl::finish_dispatch(PendingImpl& pending) {
         shape.array(at(outcome.block.side[s]), side.dtype, side.shape[1], side.shape[1] * static_cast<int64_t>(size_of(side.dtype))));
   }
   const int64_t local = r.num_local_experts();
-  result.num_rows = TensorView::dense(&memory->num_rows, DType::i64, {1});
-  result.num_dropped = TensorView::dense(&memory->num_dropped, DType::i64, {1});
-  result.arrived = TensorView::dense(memory->arrived.data(), DType::i64, {context_->num_ranks});
-  result.expert_counts = TensorView::dense(r.expert_counts.data(), DType::i32, {local});
-  result.expert_offsets = TensorView::dense(r.expert_offsets.data(), DType::i64, {local + 1});
+  set_vector(result.num_rows, &memory->num_rows, DType::i64, 1);
+  set_vector(result.num_dropped, &memory->num_dropped, DType::i64, 1);
+  set_vector(result.arrived, memory->arrived.data(), DType::i64, context_->num_ranks);
+  set_vector(result.expert_counts, r.expert_counts.data(), DType::i32, local);
+  set_vector(result.expert_offsets, r.expert_offsets.data(), DType::i64, local + 1);
   if (r.layout == Layout::rank_major) {
-    result.topk_idx = TensorView::dense(r.recv_idx.data(), DType::i32, {r.result_rows(), r.num_topk});
-    if (r.has_weights) result.topk_weights = TensorView::dense(r.recv_weights.data(), DType::fp32, {r.result_rows(), r.num_topk});
-    result.sorted_rows = TensorView::dense(r.sorted_rows.data(), DType::i32, {static_cast<int64_t>(r.sorted_rows.size())});
+    set_matrix(result.topk_idx, r.recv_idx.data(), DType::i32, r.result_rows(), r.num_topk);
+    if (r.has_weights) set_matrix(result.topk_weights, r.recv_weights.data(), DType::fp32, r.result_rows(), r.num_topk);
+    set_vector(result.sorted_rows, r.sorted_rows.data(), DType::i32, static_cast<int64_t>(r.sorted_rows.size()));
   } else if (r.has_weights) {
-    result.topk_weights = r.layout == Layout::expert_slab ? TensorView::dense(r.row_weights.data(), DType::fp32, {local, r.capacity})
-                                                          : TensorView::dense(r.row_weights.data(), DType::fp32, {r.result_rows()});
+    if (r.layout == Layout::expert_slab) set_matrix(result.topk_weights, r.row_weights.data(), DType::fp32, local, r.capacity);
+    else set_vector(result.topk_weights, r.row_weights.data(), DType::fp32, r.result_rows());
   }
-  result.is_lease = outcome.memory && outcome.memory->is_lease();
-  result.handle = Handle(outcome.routing);
+  result.is_lease = memory->rows && memory->rows->is_lease();
+  result.handle = Handle(std::move(outcome.routing));
   result.memory_ = std::move(memory);
   return result;
 }
 
 CombineResult BufferImpl::finish_combine(PendingImpl& pending) {
   if (pending.device) return finish_combine_on_device(pending);
-  const std::shared_ptr<engine::CombineCall> call = pending.combine;
+  engine::CombineCall* const call = pending.combine.get();
   engine::CombineOutcome outcome = outcome_of(lane(pending.lane), *call);
   const CombineArgs& args = call->args();
   const Routing& r = call->routing();
   auto memory = std::make_shared<Memory>();
-  memory->rows = outcome.memory;
+  memory->rows = std::move(outcome.memory);
   memory->side = std::move(outcome.side);
   memory->num_lost = std::move(outcome.num_lost);
   CombineResult result;
@@ -121,7 +137,7 @@ CombineResult BufferImpl::finish_combine(PendingImpl& pending) {
   result.x = TensorView::matrix(outcome.x, args.y.dtype, r.num_tokens, hidden, outcome.x_stride / static_cast<int64_t>(size_of(args.y.dtype)));
   if (r.num_tokens == 0) result.x = TensorView::dense(outcome.x, args.y.dtype, {0, hidden});
   if (args.side.defined()) result.side = TensorView::dense(memory->side.data(), DType::fp32, {r.num_tokens, r.num_topk});
-  result.num_lost = TensorView::dense(memory->num_lost.data(), DType::i32, {r.num_tokens});
+  set_vector(result.num_lost, memory->num_lost.data(), DType::i32, r.num_tokens);
   result.memory_ = std::move(memory);
   return result;
 }
@@ -176,7 +192,8 @@ template <class Result>
 TensorView Pending<Result>::arrived() const {
   if (impl_ && impl_->device) {
     int64_t* counters = impl_->device->arrived();
-    return counters ? TensorView::dense(counters, DType::i64, {impl_->buffer->context()->num_ranks}, impl_->buffer->context()->config.device) : TensorView();
+    return counters ? TensorView::dense(counters, DType::i64, {impl_->buffer->context()->num_ranks}, impl_->buffer->context()->config.device)
+                    : TensorView();
   }
   if (!impl_ || !impl_->dispatch) return {};
   return TensorView::dense(impl_->dispatch->arrived(), DType::i64, {impl_->buffer->context()->num_ranks});

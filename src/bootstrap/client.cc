@@ -139,7 +139,7 @@ std::optional<std::vector<std::byte>> RemoteStore::get(const std::string& key, s
       WaitRecord record{
           .rank = rank_, .peers = {0}, .call = "bootstrap", .epoch = id, .phase = "store", .expected = 1, .seen = 0, .peer_state = "silent"};
       throw PeerTimeout("the store of rank 0 (" + where_ + ") has not answered rank " + std::to_string(rank_) + " for " + std::to_string(wait) +
-                            " ms and 2 s more: is its process stopped?",
+                            " ms and 2 s more: is its process stopped? is the network to its host cut?",
                         record);
     }
     if (reading_) {

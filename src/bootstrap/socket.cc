@@ -89,12 +89,14 @@ bool Address::same_host(const Address& other) const {
 std::string Address::host() const {
   char name[NI_MAXHOST] = "?";
   getnameinfo(get(), length, name, sizeof name, nullptr, 0, NI_NUMERICHOST);
-  return name;
+  // A socket for both families knows "10.0.0.1" as "::ffff:10.0.0.1", which nobody has seen before.
+  const bool mapped = family() == AF_INET6 && IN6_IS_ADDR_V4MAPPED(&v6(*this)->sin6_addr);
+  return mapped ? std::string(name).substr(std::strlen("::ffff:")) : name;
 }
 
 std::string Address::to_string() const {
   std::string text = host();
-  if (family() == AF_INET6) {
+  if (text.find(':') != std::string::npos) {
     text.insert(text.begin(), '[');
     text.push_back(']');
   }

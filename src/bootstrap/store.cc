@@ -7,6 +7,7 @@
 #include <map>
 #include <mutex>
 
+#include "bootstrap/timeout.h"
 #include "turnout/bootstrap.h"
 
 namespace turnout {
@@ -32,7 +33,7 @@ class ThreadStore final : public Store {
   }
   std::optional<std::vector<std::byte>> get(const std::string& key, milliseconds timeout) override {
     std::unique_lock lock(mutex_);
-    const bool there = changed_.wait_until(lock, Clock::now() + timeout, [&] { return values_.contains(key); });
+    const bool there = changed_.wait_until(lock, Clock::now() + std::min(timeout, bootstrap::kLongestTimeout), [&] { return values_.contains(key); });
     if (!there) return std::nullopt;
     return values_[key];
   }
@@ -97,6 +98,7 @@ class StoreBootstrap final : public Bootstrap {
       throw InvalidArgument("store_bootstrap: rank is " + std::to_string(rank) + " of " + std::to_string(num_ranks) + " ranks");
     }
     if (!store_) throw InvalidArgument("store_bootstrap: store is null");
+    bootstrap::check_timeout("store_bootstrap", timeout);
   }
 
   int rank() const override { return rank_; }
@@ -105,13 +107,13 @@ class StoreBootstrap final : public Bootstrap {
   std::vector<std::vector<std::byte>> all_gather(std::string_view step, std::span<const std::byte> mine) override {
     const uint64_t number = ++step_;
     const auto start = Clock::now();
-    store_->set(key(number, rank_), pack(Kind::arrived, step, mine));
+    ask(number, step, [&] { store_->set(key(number, rank_), pack(Kind::arrived, step, mine)); });
     std::vector<std::vector<std::byte>> all(static_cast<size_t>(num_ranks_));
     all[static_cast<size_t>(rank_)].assign(mine.begin(), mine.end());
     std::vector<int> missing;
     for (int peer = 0; peer < num_ranks_; ++peer) {
       if (peer == rank_) continue;
-      const auto value = read(key(number, peer), start + timeout_, !missing.empty());
+      const auto value = ask(number, step, [&] { return read(key(number, peer), start + timeout_, !missing.empty()); });
       if (!value) {
         missing.push_back(peer);
         continue;
@@ -152,6 +154,25 @@ class StoreBootstrap final : public Bootstrap {
  private:
   std::string key(uint64_t number, int peer) const { return "turnout/" + name_ + "/" + std::to_string(number) + "/" + std::to_string(peer); }
 
+  /// What a store that fails has to say, with the step that it failed.
+  template <class Request>
+  auto ask(uint64_t number, std::string_view step, const Request& request) const -> decltype(request()) {
+    try {
+      return request();
+    } catch (const PeerTimeout& e) {
+      WaitRecord record = e.record();
+      record.epoch = number;
+      record.phase = std::string(step);
+      throw PeerTimeout(head(number, step) + ": " + e.what(), record);
+    } catch (const TransportError& e) {
+      throw TransportError(head(number, step) + ": " + e.what());
+    }
+  }
+
+  std::string head(uint64_t number, std::string_view step) const {
+    return "bootstrap step " + std::to_string(number) + ": " + std::string(step) + " (group '" + name_ + "')";
+  }
+
   /// Once somebody is missing, a store that has gone adds nothing: the ranks known to be missing are the better news.
   std::optional<std::vector<std::byte>> read(const std::string& name, Clock::time_point deadline, bool lenient) {
     const auto left = std::chrono::ceil<milliseconds>(deadline - Clock::now());
@@ -159,8 +180,10 @@ class StoreBootstrap final : public Bootstrap {
       return store_->get(name, std::max(left, milliseconds(1)));
     } catch (const TransportError&) {
       if (!lenient) throw;
-      return std::nullopt;
+    } catch (const PeerTimeout&) {
+      if (!lenient) throw;
     }
+    return std::nullopt;
   }
 
   /// Those who wait for a missing rank find the list under its key; those who come late find it under ours.
@@ -190,10 +213,9 @@ class StoreBootstrap final : public Bootstrap {
     record.seen = static_cast<uint64_t>(num_ranks_) - missing.size();
     record.peer_state = "silent";
     const auto waited = std::chrono::duration_cast<milliseconds>(Clock::now() - start).count();
-    return PeerTimeout("bootstrap step " + std::to_string(number) + ": " + std::string(step) + " (group '" + name_ + "'): missing ranks [" +
-                           list(missing) + "] of " + std::to_string(num_ranks_) + "; rank " + std::to_string(rank_) + " waited " +
-                           std::to_string(waited) + " ms, the deadline is " + std::to_string(timeout_.count()) + " ms" +
-                           (ours ? "" : " (another rank reached it first)"),
+    return PeerTimeout(head(number, step) + ": missing ranks [" + list(missing) + "] of " + std::to_string(num_ranks_) + "; rank " +
+                           std::to_string(rank_) + " waited " + std::to_string(waited) + " ms, the deadline is " + std::to_string(timeout_.count()) +
+                           " ms" + (ours ? "" : " (another rank reached it first)"),
                        record);
   }
 

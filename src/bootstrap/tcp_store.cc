@@ -11,6 +11,7 @@
 #include "bootstrap/launch_info.h"
 #include "bootstrap/secret.h"
 #include "bootstrap/server.h"
+#include "bootstrap/timeout.h"
 #include "util/env.h"
 #include "util/log.h"
 
@@ -101,14 +102,16 @@ class Joining {
     } else {
       candidates = {any(AF_INET6, info_.port), any(AF_INET, info_.port)};
     }
+    std::vector<Fd> listeners;
     for (const Address& address : candidates) {
       if (Fd fd = listen_on(address)) {
-        std::vector<Fd> listeners;
         listeners.push_back(std::move(fd));
-        return listeners;
+        if (options_.interface.empty()) break;  // of an interface all: the address that others know may be any of them
+      } else {
+        last_error_ = address.to_string() + ": " + std::strerror(errno);  // NOLINT(concurrency-mt-unsafe)
       }
-      last_error_ = address.to_string() + ": " + std::strerror(errno);  // NOLINT(concurrency-mt-unsafe)
     }
+    if (!listeners.empty()) return listeners;
     throw TransportError("rank 0 cannot listen for the rendezvous at " + last_error_);
   }
 
@@ -215,6 +218,7 @@ class Joining {
 }  // namespace
 
 std::shared_ptr<Store> open_tcp_store(const LaunchInfo& info, const TcpOptions& options, milliseconds timeout) {
+  check_timeout("tcp_store", timeout);
   if (info.num_ranks == 1 && info.rank == 0) return thread_store();  // nobody to meet, nothing to open
   return Joining(info, options, timeout).run();
 }

@@ -61,16 +61,19 @@ struct BufferLayout {
   constexpr size_t header_at(int lane, int copy, int source) const { return headers + index(lane, copy, source) * header_bytes; }
   constexpr size_t ring_at(int lane, int copy, int source) const { return rings + index(lane, copy, source) * ring_bytes; }
 
-  // Signals: one per rank for the abort and one for close(), then five per (lane, copy, source).
-  enum Signal : int { kHeader, kRows, kProduced, kSpace, kVerdict, kNumSignals };
+  // Signals: one per rank for the abort and one for close(), then six per (lane, copy, source), whose writers do not share a cache line.
+  enum Signal : int { kHeader, kRows, kProduced, kSpace, kVerdict, kStopped, kNumSignals };
   constexpr int abort_signal(int source) const { return source; }
   constexpr int closed_signal(int source) const { return num_ranks + source; }
   constexpr int signal(int lane, int copy, int source, Signal which) const {
-    return 2 * num_ranks + static_cast<int>(index(lane, copy, source)) * kNumSignals + which;
+    return first_signal() + static_cast<int>(index(lane, copy, source)) * kSignalsPerLine + which;
   }
-  constexpr int num_signals() const { return 2 * num_ranks + num_lanes * depth * num_ranks * kNumSignals; }
+  constexpr int num_signals() const { return first_signal() + num_lanes * depth * num_ranks * kSignalsPerLine; }
 
  private:
+  static constexpr int kSignalsPerLine = 8;
+  static_assert(kNumSignals <= kSignalsPerLine);
+  constexpr int first_signal() const { return static_cast<int>(align_up(2 * num_ranks, kSignalsPerLine)); }
   constexpr size_t index(int lane, int copy, int source) const {
     return (static_cast<size_t>(lane) * static_cast<size_t>(depth) + static_cast<size_t>(copy)) * static_cast<size_t>(num_ranks) +
            static_cast<size_t>(source);

@@ -2,12 +2,26 @@
 #include "turnout/tensor.h"
 
 #include <algorithm>
+#include <limits>
+
+#include "turnout/error.h"
 
 namespace turnout {
 inline namespace v0 {
 
+namespace {
+
+/// The product of two extents, or the largest number: shapes come from callers, and none may look small because it wrapped.
+int64_t product(int64_t a, int64_t b) {
+  int64_t result = 0;
+  return __builtin_mul_overflow(a, b, &result) ? std::numeric_limits<int64_t>::max() : result;
+}
+
+}  // namespace
+
 TensorView TensorView::dense(const void* data, DType dtype, std::initializer_list<int64_t> shape, Device device) {
   TensorView view;
+  if (shape.size() > view.shape.size()) throw InvalidArgument("TensorView: " + std::to_string(shape.size()) + " dimensions, but at most 3");
   view.data = const_cast<void*>(data);  // a view serves inputs (never written) and outputs alike
   view.dtype = dtype;
   view.device = device;
@@ -15,7 +29,7 @@ TensorView TensorView::dense(const void* data, DType dtype, std::initializer_lis
   int64_t stride = 1;
   for (int d = view.ndim - 1; d >= 0; --d) {
     view.strides[static_cast<size_t>(d)] = stride;
-    stride *= view.shape[static_cast<size_t>(d)];
+    stride = product(stride, view.shape[static_cast<size_t>(d)]);
   }
   return view;
 }
@@ -27,14 +41,12 @@ TensorView TensorView::matrix(const void* data, DType dtype, int64_t rows, int64
 }
 
 int64_t TensorView::num_elements() const {
-  if (ndim <= 0) return 0;
-  int64_t n = 1;
-  bool fits = true;
+  int64_t n = ndim <= 0 ? 0 : 1;
   for (int d = 0; d < std::min(ndim, 3); ++d) {
-    if (shape[static_cast<size_t>(d)] == 0) return 0;
-    fits = fits && !__builtin_mul_overflow(n, shape[static_cast<size_t>(d)], &n);
+    if (shape[static_cast<size_t>(d)] < 1) return 0;
+    n = product(n, shape[static_cast<size_t>(d)]);
   }
-  return fits ? n : INT64_MAX;
+  return n;
 }
 
 bool TensorView::is_dense() const {
@@ -42,7 +54,7 @@ bool TensorView::is_dense() const {
   for (int d = std::min(ndim, 3) - 1; d >= 0; --d) {
     const auto at = static_cast<size_t>(d);
     if (shape[at] != 1 && strides[at] != stride) return false;
-    if (__builtin_mul_overflow(stride, shape[at], &stride)) return false;
+    stride = product(stride, shape[at]);
   }
   return true;
 }

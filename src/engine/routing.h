@@ -1,7 +1,9 @@
 // What a Handle holds: where this rank's tokens went, and what this rank's rows are. Ordinary memory, immutable once made.
 #pragma once
+#include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <memory_resource>
 #include <vector>
 
 #include "core/routing.h"
@@ -16,8 +18,21 @@ inline namespace v0 {
 namespace internal {
 
 struct Routing {
+  Routing() {}  // not `= default`: making one would clear first_
+  Routing(const Routing&) = delete;
+  Routing& operator=(const Routing&) = delete;
+
+ private:
+  // The arrays of a small call lie in the object itself: one allocation for all of them.
+  alignas(16) std::byte first_[2560];
+  std::pmr::monotonic_buffer_resource memory_{first_, sizeof first_};
+
+ public:
   /// Of a Buffer on a device: its arrays are there, and of those below only what shapes need is filled in.
   std::shared_ptr<const engine::DeviceRouting> device;
+
+  template <class T>
+  using Array = std::pmr::vector<T>;
 
   // Who made it.
   uint64_t buffer = 0;  ///< serial number of the Buffer in this process
@@ -28,25 +43,25 @@ struct Routing {
   int64_t num_tokens = 0;
   int num_topk = 0;
   bool has_weights = false;
-  std::vector<int32_t> topk_idx;     ///< [T, K], -1 = none
-  std::vector<float> topk_weights;   ///< [T, K] if has_weights
-  std::vector<int64_t> send_begin;   ///< [R + 1] into send_tokens
-  std::vector<int32_t> send_tokens;  ///< tokens for each destination rank, ascending
-  std::vector<int64_t> sent;         ///< [R] rows that each destination admitted: the first so many of its list
+  Array<int32_t> topk_idx{&memory_};     ///< [T, K], -1 = none
+  Array<float> topk_weights{&memory_};   ///< [T, K] if has_weights
+  Array<int64_t> send_begin{&memory_};   ///< [R + 1] into send_tokens
+  Array<int32_t> send_tokens{&memory_};  ///< tokens for each destination rank, ascending
+  Array<int64_t> sent{&memory_};         ///< [R] rows that each destination admitted: the first so many of its list
 
   // Receive side: rank_major rows of this rank, by (source rank, token).
   Layout layout = Layout::rank_major;
   int64_t capacity = -1;  ///< -1: exact
   int alignment = 1;
-  std::vector<int64_t> recv_begin;      ///< [R + 1]: rows of each source
-  std::vector<int32_t> recv_idx;        ///< [N, K] local expert or -1
-  std::vector<float> recv_weights;      ///< [N, K] (0 where not local) if has_weights
-  std::vector<int64_t> position;        ///< expert layouts, [N, K]: row of the result (slab: flat), -1: none or dropped
-  std::vector<float> row_weights;       ///< expert_major [rows], slab [Le * C]: weight of each result row
-  std::vector<int32_t> expert_counts;   ///< [Le] admitted rows, padding not counted
-  std::vector<int64_t> expert_offsets;  ///< [Le + 1]
-  std::vector<int32_t> sorted_rows;     ///< rank_major
-  int64_t num_rows = 0;                 ///< real rows of the result (expert_major: padding included; slab: sum of counts)
+  Array<int64_t> recv_begin{&memory_};      ///< [R + 1]: rows of each source
+  Array<int32_t> recv_idx{&memory_};        ///< [N, K] local expert or -1
+  Array<float> recv_weights{&memory_};      ///< [N, K] (0 where not local) if has_weights
+  Array<int64_t> position{&memory_};        ///< expert layouts, [N, K]: row of the result (slab: flat), -1: none or dropped
+  Array<float> row_weights{&memory_};       ///< expert_major [rows], slab [Le * C]: weight of each result row
+  Array<int32_t> expert_counts{&memory_};   ///< [Le] admitted rows, padding not counted
+  Array<int64_t> expert_offsets{&memory_};  ///< [Le + 1]
+  Array<int32_t> sorted_rows{&memory_};     ///< rank_major
+  int64_t num_rows = 0;                     ///< real rows of the result (expert_major: padding included; slab: sum of counts)
   int64_t num_dropped = 0;
 
   int64_t num_recv() const { return recv_begin.empty() ? 0 : recv_begin.back(); }

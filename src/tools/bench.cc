@@ -1,13 +1,16 @@
 #include "tools/bench.h"
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <memory>
 
+#include "tools/construct.h"
 #include "tools/limit.h"
 #include "tools/models.h"
+#include "tools/plan.h"
 #include "tools/problem.h"
 #include "tools/report.h"
 #include "tools/self_launch.h"
@@ -23,47 +26,6 @@ using Clock = std::chrono::steady_clock;
 constexpr int64_t kVerifyElements = int64_t{1} << 26;
 /// Limits that would need more shared memory than this are not measured.
 constexpr size_t kMostLimitBytes = size_t{4} << 30;
-
-/// What the options mean, the same on all ranks.
-struct Plan {
-  ProblemSpec spec;
-  Mode mode = Mode::automatic;
-  Wire wire = Wire::payload;
-  ResultKind result = ResultKind::lease;
-  CombineWeights apply = CombineWeights::none;
-  bool dispatch = true, combine = true;
-};
-
-Plan plan_of(BenchOptions o, int num_ranks) {
-  if (!o.model.empty()) {
-    const auto model = find_model(o.model);
-    if (!model) throw InvalidArgument("--model " + o.model + " is unknown: use one of " + model_names());
-    o.hidden = model->hidden, o.topk = model->topk, o.experts = model->num_experts;
-  }
-  Plan plan;
-  ProblemSpec& s = plan.spec;
-  s.tokens.assign(static_cast<size_t>(num_ranks), o.tokens);
-  s.num_experts = o.experts, s.topk = o.topk, s.hidden = o.hidden, s.routing = o.routing, s.seed = o.seed;
-  s.layout = layout_from(o.layout);
-  plan.mode = mode_from(o.mode);
-  plan.wire = wire_from(o.wire);
-  if (o.dtype == "fp8") s.quantize = Quantize::fp8_e4m3;
-  else if (o.dtype == "fp8-ue8m0") s.quantize = Quantize::fp8_e4m3_ue8m0;
-  else if (o.dtype == "fp16") s.dtype = DType::fp16;
-  else if (o.dtype == "fp32") s.dtype = DType::fp32;
-  else if (o.dtype == "fp64") s.dtype = DType::fp64;
-  else if (o.dtype != "bf16") throw InvalidArgument("--dtype " + o.dtype + " is unknown: use bf16, fp16, fp32, fp64, fp8 or fp8-ue8m0");
-  if (o.op != "both" && o.op != "dispatch" && o.op != "combine") throw InvalidArgument("--op " + o.op + " is unknown: use dispatch, combine or both");
-  plan.dispatch = o.op != "combine";
-  plan.combine = o.op != "dispatch";
-  if (o.result != "lease" && o.result != "fresh") throw InvalidArgument("--result " + o.result + " is unknown: use lease or fresh");
-  plan.result = o.result == "lease" ? ResultKind::lease : ResultKind::fresh;
-  if (s.layout != Layout::rank_major) plan.apply = CombineWeights::source;
-  if (o.size != "exact" && o.size != "capacity") throw InvalidArgument("--size " + o.size + " is unknown: use exact or capacity");
-  if (s.layout == Layout::expert_slab && o.size == "exact") throw InvalidArgument("--layout expert_slab needs --size capacity");
-  if (o.size == "capacity") s.capacity = o.capacity >= 0 ? o.capacity : most_rows(make_problem(s, num_ranks));
-  return plan;
-}
 
 CombineArgs combine_args(const Plan& plan, const DispatchResult& result, const std::byte* y, DType dtype) {
   CombineArgs args;
@@ -105,6 +67,7 @@ std::string verify(Communicator& communicator, const Plan& plan, const ProblemSp
   DispatchResult result = buffer.dispatch(args);
   const auto me = static_cast<size_t>(communicator.rank());
   std::string text = difference(result, want[me], problem);
+  if (text.empty() && o.result == "lease" && !result.is_lease && result.x.num_elements() > 0) text = "the receive region had no room for a lease";
   if (!plan.combine) return text;
 
   core::CombineProblem back;
@@ -170,7 +133,6 @@ class Timing {
     ReportCase c = new_case("dispatch", times, limits);
     c.remote_bytes = traffic_.remote_pairs() * static_cast<int64_t>(moved_bytes());
     c.total_bytes = traffic_.total_pairs() * static_cast<int64_t>(moved_bytes());
-    if (plan_.spec.quantize != Quantize::none) c.dtype = "fp8_e4m3";
     return c;
   }
 
@@ -239,15 +201,6 @@ class Timing {
   ReportCase new_case(const char* op, const std::vector<double>& times, const std::vector<double>& limits) const {
     ReportCase c;
     c.op = op;
-    // `auto` chooses by the bytes of the largest call: what it chose is the engine's business, the record says what was asked.
-    c.mode = o_.mode;
-    c.layout = o_.layout;
-    c.dtype = c.input_dtype = std::string(name(plan_.spec.dtype));
-    c.tokens = o_.tokens, c.hidden = plan_.spec.hidden, c.top_k = plan_.spec.topk, c.experts = plan_.spec.num_experts;
-    c.ranks = communicator_.num_ranks(), c.nodes = communicator_.num_nodes();
-    c.transport = std::string(communicator_.transport());
-    c.placement = c.transport == "inproc" ? "threads" : "processes";
-    c.result = o_.result, c.size = o_.size, c.wire = o_.wire, c.routing = o_.routing, c.seed = o_.seed;
     c.p50_us = quantile(times, 0.5);
     c.p99_us = quantile(times, 0.99);
     c.n_calls = static_cast<int64_t>(times.size());
@@ -268,10 +221,38 @@ class Timing {
   DispatchArgs args_;
 };
 
+/// What was asked, the same in every case of a run.
+void describe(ReportCase& c, const Communicator& communicator, const Plan& plan, const BenchOptions& o) {
+  // `auto` chooses by the bytes of the largest call: what it chose is the engine's business, the record says what was asked.
+  c.mode = o.mode;
+  c.layout = o.layout;
+  c.input_dtype = std::string(name(plan.spec.dtype));
+  c.dtype = c.op == "dispatch" && plan.spec.quantize != Quantize::none ? "fp8_e4m3" : c.input_dtype;
+  c.tokens = o.tokens, c.hidden = plan.spec.hidden, c.top_k = plan.spec.topk, c.experts = plan.spec.num_experts;
+  c.ranks = communicator.num_ranks(), c.nodes = communicator.num_nodes();
+  c.transport = std::string(communicator.transport());
+  c.placement = c.transport == "inproc" ? "threads" : "processes";
+  c.result = o.result, c.size = o.size, c.wire = o.wire, c.routing = o.routing, c.seed = o.seed;
+  c.verified = true;
+}
+
+std::string shown(const std::optional<double>& value, int decimals) {
+  std::array<char, 32> text{};
+  if (!value) return "-";
+  std::snprintf(text.data(), text.size(), "%.*f", decimals, *value);
+  return text.data();
+}
+
 void print_case(const ReportCase& c) {
+  if (c.op == "construct") {
+    std::printf("construct: p50 %.0f us, p99 %.0f us of %ld Buffers with %.0f MiB per rank\n", *c.p50_us, *c.p99_us, static_cast<long>(c.n_calls),
+                static_cast<double>(c.total_bytes) / 0x1p20 / c.ranks);
+    return;
+  }
   const double bytes = static_cast<double>(c.total_bytes), seconds = *c.p50_us * 1e-6;
-  std::printf("%-9s %11.1f %11.1f %11.1f %8.2f %11.2f %11.2f %9.2f %7ld\n", c.op.c_str(), *c.p50_us, *c.p99_us, c.limit_us.value_or(0),
-              c.ratio().value_or(0), static_cast<double>(c.remote_bytes) / 1e6, bytes / 1e6, bytes / seconds / 1e9, static_cast<long>(c.n_calls));
+  std::printf("%-9s %11.1f %11.1f %11s %8s %11.2f %11.2f %9.2f %7ld\n", c.op.c_str(), *c.p50_us, *c.p99_us, shown(c.limit_us, 1).c_str(),
+              shown(c.ratio(), 2).c_str(), static_cast<double>(c.remote_bytes) / 1e6, bytes / 1e6, bytes / seconds / 1e9,
+              static_cast<long>(c.n_calls));
 }
 
 /// True on all ranks if no rank has a text; the first one is printed.
@@ -287,10 +268,20 @@ bool all_empty(Communicator& communicator, const std::string& text) {
   return true;
 }
 
+void time_calls(Communicator& communicator, const Plan& plan, const BenchOptions& o, Report& report) {
+  Timing timing(communicator, plan, o);
+  if (plan.dispatch) report.cases.push_back(timing.dispatch());
+  if (plan.combine) report.cases.push_back(timing.combine());
+}
+
 int bench_rank(Communicator& communicator, const BenchOptions& o) {
-  const Plan plan = plan_of(o, communicator.num_ranks());
+  Plan plan = plan_of(o, communicator.num_ranks());
+  if (o.size == "capacity") plan.spec.capacity = o.capacity ? *o.capacity : most_rows(make_problem(plan.spec, communicator.num_ranks()));
   const bool speaks = communicator.rank() == 0 && o.json != "-";
   if (speaks) {
+    if (o.model)
+      std::printf("%.*s: %s\n", static_cast<int>(find_model(*o.model)->name.size()), find_model(*o.model)->name.data(),
+                  std::string(find_model(*o.model)->source).c_str());
     std::printf("%d ranks (%.*s), %ld tokens per rank x %ld %s, top-%d of %d experts\n", communicator.num_ranks(),
                 static_cast<int>(communicator.transport().size()), communicator.transport().data(), static_cast<long>(o.tokens),
                 static_cast<long>(plan.spec.hidden), o.dtype.c_str(), plan.spec.topk, plan.spec.num_experts);
@@ -300,28 +291,39 @@ int bench_rank(Communicator& communicator, const BenchOptions& o) {
   ProblemSpec small = plan.spec;
   const int64_t most = std::max<int64_t>(16, kVerifyElements / (plan.spec.hidden * communicator.num_ranks()));
   for (int64_t& tokens : small.tokens) tokens = std::min(tokens, most);
-  if (!all_empty(communicator, verify(communicator, plan, small, o))) return 1;
+  {
+    Progress progress("verify", 1, communicator.rank() == 0);
+    const std::string wrong = verify(communicator, plan, small, o);
+    if (!all_empty(communicator, wrong)) return 1;
+  }
   if (speaks) std::printf("verified against the reference, bit for bit (%ld tokens per rank)\n", static_cast<long>(small.tokens[0]));
 
   Report report = new_report("turnout bench");
   for (const std::string& word : o.arguments) report.command += word == "bench" ? "" : " " + word;
-  Timing timing(communicator, plan, o);
-  if (plan.dispatch) report.cases.push_back(timing.dispatch());
-  if (plan.combine) report.cases.push_back(timing.combine());
-  for (ReportCase& c : report.cases) c.verified = true;
-  if (speaks) {
+  if (plan.construct) report.cases.push_back(time_construct(communicator, plan, o));
+  else time_calls(communicator, plan, o, report);
+  for (ReportCase& c : report.cases) describe(c, communicator, plan, o);
+  if (speaks && plan.construct) print_case(report.cases[0]);
+  else if (speaks) {
     std::printf("\n%-9s %11s %11s %11s %8s %11s %11s %9s %7s\n", "op", "p50 us", "p99 us", "limit us", "x limit", "remote MB", "total MB", "GB/s",
                 "calls");
     for (const ReportCase& c : report.cases) print_case(c);
   }
-  if (communicator.rank() == 0 && !o.json.empty()) write_report(report, o.json);
+  if (communicator.rank() == 0 && o.json) write_report(report, *o.json);
   return 0;
 }
 
 }  // namespace
 
 int run_bench(const BenchOptions& options) {
-  plan_of(options, std::max(options.ranks, 1));  // words that are wrong are told once, before ranks start
+  // What is wrong is told once, before ranks start; a launcher has started them already.
+  const LaunchInfo launched = launch_info_from_env();
+  const int num_ranks = launched.launcher == "none" ? options.ranks : launched.num_ranks;
+  const Plan plan = plan_of(options, num_ranks);
+  if (launched.launcher == "none") {
+    check_transport(options.transport, options.placement, num_ranks);
+    check_resources(options, plan, num_ranks);
+  }
   CommunicatorOptions communicator;
   communicator.transport = options.transport;
   return run_ranks(

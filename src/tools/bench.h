@@ -13,20 +13,21 @@ namespace turnout::tools {
 struct BenchOptions {
   int ranks = 2;
   std::string placement = "processes";
-  std::string model;      ///< gives hidden, top-k and experts
-  int64_t tokens = 2048;  ///< per rank
+  std::optional<std::string> model;  ///< gives hidden, top-k and experts
+  int64_t tokens = 2048;             ///< per rank
   int64_t hidden = 7168;
   int topk = 8, experts = 256;
   std::string dtype = "bf16";  ///< bf16 fp16 fp32 fp64, or fp8, fp8-ue8m0: bf16 rows quantised on their way
   std::string mode = "auto", layout = "rank_major", op = "both", size = "exact", result = "lease", wire = "payload";
-  int64_t capacity = -1;  ///< with size capacity: rows per rank, or per expert for a slab; -1: what this routing needs
+  std::optional<int64_t> capacity;  ///< with size capacity: rows per rank, or per expert for a slab; none: what this routing needs
   std::string routing = "uniform";
   uint64_t seed = 1;
   int num_threads = 1;
   int iterations = 0;  ///< 0: as many as fit into `seconds`
   double seconds = 1.5;
   std::string transport = "auto";
-  std::string json;
+  std::optional<std::string> json;
+  size_t arena_mib = 64;               ///< of `op` construct
   std::vector<std::string> arguments;  ///< of this program, to start it again
 };
 

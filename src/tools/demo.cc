@@ -67,7 +67,6 @@ class Demo {
         layer_([&] {
           LayerShape shape;
           if (options.dtype == "fp32") shape.dtype = DType::fp32;
-          else if (options.dtype != "bf16") throw InvalidArgument("demo: --dtype " + options.dtype + " is unknown: use bf16 or fp32");
           return shape;
         }()),
         experts_(core::ExpertMap::split(layer_.shape().num_experts, communicator.num_ranks())) {
@@ -304,7 +303,8 @@ class Demo {
 int run_demo(const DemoOptions& options) {
   wire_from(options.wire);
   mode_from(options.mode);
-  if (words_of(read_text(text_to_read(options.text))).empty()) throw InvalidArgument("demo: --text " + options.text + " holds no words");
+  if (options.dtype != "bf16" && options.dtype != "fp32") throw InvalidArgument("--dtype " + options.dtype + " is unknown: use bf16 or fp32");
+  if (words_of(read_text(text_to_read(options.text))).empty()) throw InvalidArgument("--text " + options.text + " holds no words");
   return run_ranks(options.ranks, placement_from(options.placement), options.arguments,
                    [&](Communicator& communicator) { return Demo(communicator, options).run(); });
 }

@@ -3,13 +3,20 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/slots.h"
+
 namespace turnout::tools {
 
 namespace {
 
 /// Reads two rows and writes one. Integer addition, so that only memory counts.
-__attribute__((target_clones("avx512f", "avx2", "default"), optimize("O3"))) void add_row(std::byte* out, const std::byte* a, const std::byte* b,
-                                                                                          size_t num_bytes) {
+#if defined(__SANITIZE_THREAD__)
+// The loader chooses the clone before ThreadSanitizer is there, and its code in the choice would crash.
+#define TURNOUT_WIDEST
+#else
+#define TURNOUT_WIDEST __attribute__((target_clones("avx512f", "avx2", "default"), optimize("O3")))
+#endif
+TURNOUT_WIDEST void add_row(std::byte* out, const std::byte* a, const std::byte* b, size_t num_bytes) {
   for (size_t i = 0; i + 8 <= num_bytes; i += 8) {
     uint64_t x, y;
     std::memcpy(&x, a + i, 8);
@@ -23,23 +30,56 @@ size_t staging_bytes(const Traffic& t, size_t row) { return static_cast<size_t>(
 
 }  // namespace
 
+namespace {
+
+/// Which rows have a place, asked in (source rank, token, k) order, by the rules of core/slots.h.
+class Admission {
+ public:
+  explicit Admission(const core::DispatchProblem& p)
+      : layout_(p.layout),
+        capacity_(p.capacity.value_or(core::kExact)),
+        of_expert_(static_cast<size_t>(p.experts.num_experts())),
+        of_rank_(static_cast<size_t>(p.experts.num_ranks()),
+                 core::PaddedAdmission{.capacity = capacity_, .alignment = p.layout == Layout::rank_major ? 1 : p.alignment}) {}
+
+  /// `first`: of its token on its rank.
+  bool admits(size_t expert, size_t rank, bool first) {
+    if (layout_ == Layout::rank_major) return first && of_rank_[rank].admit(0);
+    const bool admitted =
+        layout_ == Layout::expert_slab ? core::admits_slab(of_expert_[expert], capacity_) : of_rank_[rank].admit(of_expert_[expert]);
+    if (admitted) ++of_expert_[expert];
+    return admitted;
+  }
+
+ private:
+  Layout layout_;
+  int64_t capacity_;
+  std::vector<int64_t> of_expert_;
+  std::vector<core::PaddedAdmission> of_rank_;
+};
+
+}  // namespace
+
 Traffic::Traffic(const core::DispatchProblem& p) : num_ranks_(p.experts.num_ranks()) {
   const auto n = static_cast<size_t>(num_ranks_);
   items_.resize(n);
   first_row_.assign((n + 1) * n, 0);
   pairs_.assign(n * n, 0);
-  const bool per_rank = p.layout == Layout::rank_major;
+  Admission admission(p);
   std::vector<int32_t> rows(n);
+  std::vector<char> seen(n);
   for (int source = 0; source < num_ranks_; ++source) {
     const core::DispatchInput& input = p.ranks[static_cast<size_t>(source)];
     for (int r = 0; r < num_ranks_; ++r) first_row_[index(source + 1, r)] = first_row_[index(source, r)];
     for (int64_t t = 0; t < input.num_tokens; ++t) {
       std::fill(rows.begin(), rows.end(), 0);
+      std::fill(seen.begin(), seen.end(), 0);
       for (int k = 0; k < p.num_topk; ++k) {
         const int64_t e = input.topk_idx[static_cast<size_t>(t * p.num_topk + k)];
         if (e < 0) continue;
-        int32_t& there = rows[static_cast<size_t>(p.experts.rank_of(static_cast<int>(e)))];
-        there = per_rank ? 1 : there + 1;
+        const auto there = static_cast<size_t>(p.experts.rank_of(static_cast<int>(e)));
+        if (admission.admits(static_cast<size_t>(e), there, !seen[there])) ++rows[there];
+        seen[there] = 1;
       }
       for (int r = 0; r < num_ranks_; ++r) {
         const int32_t count = rows[static_cast<size_t>(r)];

@@ -10,7 +10,7 @@
 namespace turnout::tools {
 
 /// Who sends how many rows to whom, from a problem's routing. Rows are those of the layout: rank_major one per (token, rank),
-/// the others one per (token, expert).
+/// the others one per (token, expert). Rows that a capacity drops are not counted.
 class Traffic {
  public:
   explicit Traffic(const core::DispatchProblem& problem);

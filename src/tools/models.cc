@@ -17,11 +17,11 @@ constexpr std::array kModels = {
     Model{"Qwen3-235B-A22B", 128, 8, 4096, "Qwen/Qwen3-235B-A22B config.json: num_experts, num_experts_per_tok, hidden_size"},
     Model{"Qwen3-30B-A3B", 128, 8, 2048, "Qwen/Qwen3-30B-A3B config.json: num_experts, num_experts_per_tok, hidden_size"},
     Model{"Mixtral-8x7B", 8, 2, 4096, "mistralai/Mixtral-8x7B-v0.1 config.json: num_local_experts, num_experts_per_tok, hidden_size"},
-    Model{"gpt-oss-120b", 128, 4, 2880, "openai/gpt-oss-120b original/config.json: num_experts, experts_per_token, hidden_size"},
-    Model{"gpt-oss-20b", 32, 4, 2880, "openai/gpt-oss-20b original/config.json: num_experts, experts_per_token, hidden_size"},
+    Model{"gpt-oss-120b", 128, 4, 2880, "openai/gpt-oss-120b config.json: num_local_experts, num_experts_per_tok, hidden_size"},
+    Model{"gpt-oss-20b", 32, 4, 2880, "openai/gpt-oss-20b config.json: num_local_experts, num_experts_per_tok, hidden_size"},
     Model{"GLM-4.5", 160, 8, 5120, "zai-org/GLM-4.5 config.json: n_routed_experts, num_experts_per_tok, hidden_size"},
     Model{"Llama-4-Maverick", 128, 1, 5120,
-          "meta-llama/Llama-4-Maverick-17B-128E config.json, text_config: num_local_experts, num_experts_per_tok, hidden_size"},
+          "meta-llama/Llama-4-Maverick-17B-128E-Instruct config.json, text_config: num_local_experts, num_experts_per_tok, hidden_size"},
     Model{"MiniMax-M2", 256, 8, 3072, "MiniMaxAI/MiniMax-M2 config.json: num_local_experts, num_experts_per_tok, hidden_size"},
 };
 

@@ -2,11 +2,10 @@
 
 #include <algorithm>
 #include <cstring>
-#include <fstream>
-#include <iterator>
 #include <optional>
 #include <string_view>
 
+#include "tools/file.h"
 #include "turnout/error.h"
 
 namespace turnout::tools {
@@ -110,9 +109,7 @@ IntMatrix parse_npy(std::span<const std::byte> bytes) {
 }
 
 IntMatrix read_npy(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  if (!file) throw InvalidArgument("cannot open " + path);
-  std::vector<char> content{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+  const std::string content = read_file(path, "routing");
   try {
     return parse_npy(std::as_bytes(std::span(content)));
   } catch (const InvalidArgument& e) {

@@ -4,10 +4,9 @@
 #include <cctype>
 #include <charconv>
 #include <cmath>
-#include <fstream>
-#include <iterator>
 #include <numeric>
 
+#include "tools/file.h"
 #include "tools/npy.h"
 #include "turnout/error.h"
 
@@ -27,11 +26,7 @@ uint64_t hash_text(std::string_view text) {
   return h;
 }
 
-std::string read_text(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  if (!file) throw InvalidArgument("cannot open the text file " + path);
-  return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-}
+std::string read_text(const std::string& path) { return read_file(path, "text"); }
 
 std::vector<std::string> words_of(const std::string& text) {
   std::vector<std::string> words;
@@ -79,13 +74,18 @@ class Sampler {
   std::vector<double> sums_;
 };
 
-std::vector<double> zipf_weights(const RoutingOptions& o) {
+double zipf_exponent(const RoutingOptions& o) {
   const std::string text = o.source.substr(5);
   double s = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), s);
   if (error != std::errc() || end != text.data() + text.size() || !(s >= 0 && s <= 100)) {
     throw InvalidArgument("--routing " + o.source + ": expected zipf:S with S from 0 to 100, for example zipf:1.2");
   }
+  return s;
+}
+
+std::vector<double> zipf_weights(const RoutingOptions& o) {
+  const double s = zipf_exponent(o);
   std::vector<size_t> place(static_cast<size_t>(o.num_experts));
   std::iota(place.begin(), place.end(), size_t{0});
   Random random(o.seed ^ 0x7a697066);
@@ -108,10 +108,15 @@ void fill_drawn(const RoutingOptions& o, int rank, RoutingTable& table) {
   }
 }
 
-void fill_text(const RoutingOptions& o, int rank, RoutingTable& table) {
+std::vector<std::string> read_words(const RoutingOptions& o) {
   const std::string path = o.source.substr(5);
-  const std::vector<std::string> words = words_of(read_text(path));
+  std::vector<std::string> words = words_of(read_text(path));
   if (words.empty()) throw InvalidArgument("--routing " + o.source + ": " + path + " holds no words");
+  return words;
+}
+
+void fill_text(const RoutingOptions& o, int rank, RoutingTable& table) {
+  const std::vector<std::string> words = read_words(o);
   const Sampler sampler(std::vector<double>(static_cast<size_t>(o.num_experts), 1.0));
   std::vector<int64_t> chosen(static_cast<size_t>(o.topk));
   for (int64_t t = 0; t < o.num_tokens; ++t) {
@@ -123,22 +128,27 @@ void fill_text(const RoutingOptions& o, int rank, RoutingTable& table) {
   }
 }
 
-void fill_npy(const RoutingOptions& o, int rank, RoutingTable& table) {
-  const IntMatrix m = read_npy(o.source);
+/// The table of the file, every id checked, so that all ranks refuse it or none.
+IntMatrix read_routing(const RoutingOptions& o) {
+  IntMatrix m = read_npy(o.source);
   if (m.cols != o.topk) {
-    throw InvalidArgument("--routing " + o.source + " has " + std::to_string(m.cols) + " columns but --top-k is " + std::to_string(o.topk));
+    throw InvalidArgument("--routing " + o.source + " has " + std::to_string(m.cols) + " columns but top-k is " + std::to_string(o.topk) +
+                          ": give --top-k " + std::to_string(m.cols));
   }
   if (m.rows == 0 && o.num_tokens > 0) throw InvalidArgument("--routing " + o.source + " has no rows");
+  for (size_t i = 0; i < m.values.size(); ++i) {
+    if (m.values[i] >= -1 && m.values[i] < o.num_experts) continue;
+    throw InvalidArgument("--routing " + o.source + ": row " + std::to_string(i / static_cast<size_t>(m.cols)) + " names expert " +
+                          std::to_string(m.values[i]) + ", but experts are 0 to " + std::to_string(o.num_experts - 1) + " and -1 for none");
+  }
+  return m;
+}
+
+void fill_npy(const RoutingOptions& o, int rank, RoutingTable& table) {
+  const IntMatrix m = read_routing(o);
   for (int64_t t = 0; t < o.num_tokens; ++t) {
     const int64_t row = (rank * o.num_tokens + t) % m.rows;
-    for (int64_t k = 0; k < m.cols; ++k) {
-      const int64_t expert = m.values[static_cast<size_t>(row * m.cols + k)];
-      if (expert < -1 || expert >= o.num_experts) {
-        throw InvalidArgument("--routing " + o.source + ": row " + std::to_string(row) + " names expert " + std::to_string(expert) +
-                              ", but experts are 0 to " + std::to_string(o.num_experts - 1) + " and -1 for none");
-      }
-      table.topk_idx[static_cast<size_t>(t * m.cols + k)] = expert;
-    }
+    std::copy_n(m.values.begin() + row * m.cols, m.cols, table.topk_idx.begin() + t * m.cols);
   }
 }
 
@@ -158,6 +168,14 @@ void fill_weights(const RoutingOptions& o, int rank, RoutingTable& table) {
 
 }  // namespace
 
+void check_routing(const RoutingOptions& o) {
+  if (o.source == "uniform" || o.source == "one-expert") return;
+  if (o.source.starts_with("zipf:")) zipf_exponent(o);
+  else if (o.source.starts_with("text:")) read_words(o);
+  else if (o.source.ends_with(".npy")) read_routing(o);
+  else throw InvalidArgument("--routing " + o.source + " is unknown: use uniform, zipf:S, one-expert, text:FILE or FILE.npy");
+}
+
 RoutingTable make_routing(const RoutingOptions& o, int rank) {
   RoutingTable table;
   const auto size = static_cast<size_t>(o.num_tokens * o.topk);
@@ -170,7 +188,7 @@ RoutingTable make_routing(const RoutingOptions& o, int rank) {
   } else if (o.source.ends_with(".npy")) {
     fill_npy(o, rank, table);
   } else {
-    throw InvalidArgument("--routing " + o.source + " is unknown: use uniform, zipf:S, one-expert, text:FILE or FILE.npy");
+    check_routing(o);
   }
   fill_weights(o, rank, table);
   return table;

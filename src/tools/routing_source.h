@@ -47,6 +47,9 @@ struct RoutingTable {
 /// Throws: InvalidArgument (an unknown source, a file that cannot be read, ids that are no experts).
 RoutingTable make_routing(const RoutingOptions& options, int rank);
 
+/// Whether make_routing() will do for every rank, without making it. Throws: InvalidArgument as make_routing().
+void check_routing(const RoutingOptions& options);
+
 /// Words of a text: runs of letters, digits and bytes above 127, in lower case.
 std::vector<std::string> words_of(const std::string& text);
 

@@ -37,7 +37,9 @@ Placement placement_from(const std::string& text) {
 
 int run_ranks(int num_ranks, Placement placement, const std::vector<std::string>& arguments, const std::function<int(Communicator&)>& body,
               const CommunicatorOptions& options) {
-  if (num_ranks < 1) throw InvalidArgument("--ranks " + std::to_string(num_ranks) + ": at least 1");
+  if (num_ranks < 1 || num_ranks > kMostRanks) {
+    throw InvalidArgument("--ranks " + std::to_string(num_ranks) + ": it must be 1 to " + std::to_string(kMostRanks));
+  }
   if (launch_info_from_env().launcher != "none") {
     Communicator communicator = Communicator::from_env(options);
     return body(communicator);

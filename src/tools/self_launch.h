@@ -8,6 +8,9 @@
 
 namespace turnout::tools {
 
+/// Most ranks that bench, demo and selftest run over.
+inline constexpr int kMostRanks = 256;
+
 enum class Placement { processes, threads };
 
 /// "processes" or "threads". Throws: InvalidArgument.

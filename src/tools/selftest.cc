@@ -5,6 +5,7 @@
 #include <cstring>
 #include <span>
 
+#include "tools/plan.h"
 #include "tools/problem.h"
 #include "tools/report.h"
 #include "tools/self_launch.h"
@@ -164,7 +165,7 @@ int selftest_rank(Communicator& communicator, const SelftestOptions& options) {
   if (speaks) {
     std::printf("%s: %d ranks (%s): %d passed, %d failed\n", report.tests.failed ? "FAIL" : "PASS", communicator.num_ranks(),
                 std::string(communicator.transport()).c_str(), report.tests.passed, report.tests.failed);
-    if (!options.json.empty()) write_report(report, options.json);
+    if (options.json) write_report(report, *options.json);
   }
   return report.tests.failed ? 1 : 0;
 }
@@ -172,6 +173,8 @@ int selftest_rank(Communicator& communicator, const SelftestOptions& options) {
 }  // namespace
 
 int run_selftest(const SelftestOptions& options) {
+  if (launch_info_from_env().launcher == "none") check_transport(options.transport, options.placement, options.ranks);
+  check_writable(options.json);
   CommunicatorOptions communicator;
   communicator.transport = options.transport;
   return run_ranks(

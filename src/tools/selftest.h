@@ -1,5 +1,6 @@
 // `turnout selftest`: is this installation right on this machine? Every mode, layout, size and wire against the reference.
 #pragma once
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -9,7 +10,7 @@ struct SelftestOptions {
   int ranks = 3;
   std::string placement = "processes";
   std::string transport = "auto";
-  std::string json;
+  std::optional<std::string> json;
   bool verbose = false;
   std::vector<std::string> arguments;  ///< of this program, to start it again
 };

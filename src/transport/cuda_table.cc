@@ -2,8 +2,8 @@
 #include "transport/cuda_table.h"
 
 #include "transport/cuda_open.h"
-#include "transport/device/maker.h"
 #include "transport/device/gpu.h"
+#include "transport/device/maker.h"
 
 extern "C" __attribute__((visibility("default"))) const turnout::transport::CudaTable* turnout_cuda() {
   namespace device = turnout::transport::device;

@@ -41,11 +41,13 @@ class Window {
   /// Moves what needs a processor to move (network, delayed delivery). Called in every wait loop.
   virtual void progress() {}
 
-  /// A ticket to take before polling signals: idle() returns early if any signal rose after it was taken.
-  virtual uint32_t ticket() const = 0;
-  /// Waits for some signal of this rank to rise after `ticket` was taken: spins for `spin`, then sleeps, and in any case
-  /// returns within about a millisecond. Spurious returns are allowed.
-  virtual void idle(uint32_t ticket, std::chrono::nanoseconds spin) = 0;
+  /// The calling thread is about to sleep: signals of this rank that are raised from now on end sleep(ticket). One that is
+  /// raised at the very moment may be missed, so poll for some microseconds more, as Idler does (idler.h).
+  virtual uint32_t arm() = 0;
+  /// Sleeps until a signal rises, or has risen since arm(); about a millisecond at most. Spurious returns are allowed.
+  virtual void sleep(uint32_t ticket) = 0;
+  /// Undoes arm().
+  virtual void disarm() = 0;
 };
 
 /// A group of ranks that reach each other in one way.

@@ -84,7 +84,7 @@ constexpr EnvVariable kTable[] = {
      [](Env& e, V v) { e.secret = v.text(); }},
     {"TURNOUT_SECRET_FILE", "path", "", "File that holds the secret, readable by its owner only (mode 0600).",
      [](Env& e, V v) { e.secret_file = v.text(); }},
-    {"TURNOUT_INTERFACE", "name", "", "Network interface whose address the rendezvous binds.",
+    {"TURNOUT_INTERFACE", "name", "", "Network interface whose addresses the rendezvous binds.",
      [](Env& e, V v) { e.interface = v.text(); }},
     {"TURNOUT_BOOTSTRAP_TIMEOUT_MS", "milliseconds", "60000", "Deadline of each bootstrap step of Communicators made from the environment.",
      [](Env& e, V v) { e.bootstrap_timeout_ms = v.milliseconds(); }},

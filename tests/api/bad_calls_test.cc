@@ -52,35 +52,28 @@ TEST(BadCalls, HandleAndIdsTogether) {
 
 /// Who waits for a rank whose Buffer is closed, or no longer there, waits in vain, and is told soon.
 TEST(BadCalls, ARankThatHasClosed) {
-  for (const char* transport : {"inproc", "shm"}) {
-    for (bool destroyed : {false, true}) {
-      CommunicatorOptions options;
-      options.transport = transport;
-      run_virtual_ranks(
-          3,
-          [&](Communicator& comm) {
-            std::optional<Buffer> buffer(std::in_place, comm, small_config());
-            expect_works(*buffer);
-            Tokens tokens(comm.rank());
-            if (comm.rank() == 1) {
-              if (destroyed) buffer.reset();
-              else buffer->close();
-            } else {
-              const auto start = std::chrono::steady_clock::now();
-              try {
-                buffer->dispatch(tokens.args);
-                ADD_FAILURE() << "nothing was thrown";
-              } catch (const PeerFailed& e) {
-                expect_says(e.what(), {"rank 1", "epoch 3", "header", "peer is closed"});
-                EXPECT_EQ(e.record().peers, std::vector<int>{1});
-                EXPECT_EQ(e.record().peer_state, "closed");
-              }
-              EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
-            }
-            comm.barrier();
-          },
-          options);
-    }
+  for (bool destroyed : {false, true}) {
+    run_on_transports(3, [&](Communicator& comm) {
+      std::optional<Buffer> buffer(std::in_place, comm, small_config());
+      expect_works(*buffer);
+      Tokens tokens(comm.rank());
+      if (comm.rank() == 1) {
+        if (destroyed) buffer.reset();
+        else buffer->close();
+      } else {
+        const auto start = std::chrono::steady_clock::now();
+        try {
+          buffer->dispatch(tokens.args);
+          ADD_FAILURE() << "nothing was thrown";
+        } catch (const PeerFailed& e) {
+          expect_says(e.what(), {"rank 1", "epoch 3", "header", "peer is closed"});
+          EXPECT_EQ(e.record().peers, std::vector<int>{1});
+          EXPECT_EQ(e.record().peer_state, "closed");
+        }
+        EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
+      }
+      comm.barrier();
+    });
   }
 }
 
@@ -281,39 +274,30 @@ TEST(BadCalls, Capacities) {
 
 /// Rank 2 does not come: the others give up within the deadline, all stay aborted, recover() brings them back.
 TEST(BadCalls, ARankThatNeverCalls) {
-  for (const char* transport : {"inproc", "shm"}) {
-    CommunicatorOptions options;
-    options.transport = transport;
-    run_virtual_ranks(
-        3,
-        [](Communicator& comm) {
-          BufferConfig config = small_config();
-          config.timeouts.timeout = config.timeouts.busy_timeout = std::chrono::milliseconds(300);
-          Buffer buffer(comm, config);
-          Tokens tokens(comm.rank());
-          using Clock = std::chrono::steady_clock;
-          std::optional<PendingDispatch> lost;
-          if (comm.rank() != 2) {
-            const auto start = Clock::now();
-            expect_says(message_of<PeerTimeout>([&] { buffer.dispatch(tokens.args); }),
-                        {"rank 2", "dispatch", "lane 0", "epoch 1", "header", "recover()"});
-            EXPECT_GE(Clock::now() - start, std::chrono::milliseconds(100));
-            EXPECT_LT(Clock::now() - start, std::chrono::seconds(5));
-          }
-          comm.barrier();
-          // Sticky: nobody waits any more, rank 2 neither.
-          const auto start = Clock::now();
-          expect_says(message_of<PeerTimeout>([&] { buffer.dispatch(tokens.args); }), {"rank 2", "recover()"});
-          expect_says(message_of<PeerTimeout>([&] { buffer.check(); }), {"rank 2"});
-          EXPECT_NE(*buffer.status_word(), 0u);
-          EXPECT_LT(Clock::now() - start, std::chrono::milliseconds(250));
-          buffer.recover();
-          EXPECT_EQ(*buffer.status_word(), 0u);
-          buffer.check();
-          for (int i = 0; i < 4; ++i) expect_works(buffer);
-        },
-        options);
-  }
+  run_on_transports(3, [](Communicator& comm) {
+    BufferConfig config = small_config();
+    config.timeouts.timeout = config.timeouts.busy_timeout = std::chrono::milliseconds(300);
+    Buffer buffer(comm, config);
+    Tokens tokens(comm.rank());
+    using Clock = std::chrono::steady_clock;
+    if (comm.rank() != 2) {
+      const auto start = Clock::now();
+      expect_says(message_of<PeerTimeout>([&] { buffer.dispatch(tokens.args); }), {"rank 2", "dispatch", "lane 0", "epoch 1", "header", "recover()"});
+      EXPECT_GE(Clock::now() - start, std::chrono::milliseconds(100));
+      EXPECT_LT(Clock::now() - start, std::chrono::seconds(5));
+    }
+    comm.barrier();
+    // Sticky: nobody waits any more, rank 2 neither.
+    const auto start = Clock::now();
+    expect_says(message_of<PeerTimeout>([&] { buffer.dispatch(tokens.args); }), {"rank 2", "recover()"});
+    expect_says(message_of<PeerTimeout>([&] { buffer.check(); }), {"rank 2"});
+    EXPECT_NE(*buffer.status_word(), 0u);
+    EXPECT_LT(Clock::now() - start, std::chrono::milliseconds(250));
+    buffer.recover();
+    EXPECT_EQ(*buffer.status_word(), 0u);
+    buffer.check();
+    for (int i = 0; i < 4; ++i) expect_works(buffer);
+  });
 }
 
 /// The record of the rank that gave up is the record of all, then and later.

@@ -73,7 +73,7 @@ TEST(BadInput, MissingArguments) {
 
 TEST(BadInput, ShapeOfRows) {
   expect_refused([](Tokens& t) { t.args.x = TensorView::dense(t.x.data(), DType::fp32, {24}); }, {"x is", "[24]", "2 dimensions"});
-  expect_refused([](Tokens& t) { t.args.x.shape[1] = 9; }, {"x is", "9 x 4 bytes", "at most 32"});
+  expect_refused([](Tokens& t) { t.args.x.shape[1] = 9; }, {"x is", "rows of 36 bytes", "at most 32"});
   expect_refused([](Tokens& t) { t.args.x.shape[1] = 0; }, {"x is", "at least one element"});
   expect_refused([](Tokens& t) { t.args.x.shape[0] = -1; }, {"x is", "negative"});
 }
@@ -94,13 +94,14 @@ TEST(BadInput, ShapeOfSide) {
       [](Tokens& t) {
         t.args.side = {TensorView::dense(t.x.data(), DType::fp32, {3, 3})};
       },
-      {"side[0]", "3 x 4 bytes", "at most 8", "max_side_bytes"});
+      {"side[0]", "12 bytes", "at most 8", "max_side_bytes"});
 }
 TEST(BadInput, ShapeOfRowsToAdd) {
   expect_combine_refused(Layout::rank_major, [](CombineArgs& a, const DispatchResult&) { a.y.shape[0] -= 1; }, {"y has", "rows", "delivered"});
   expect_combine_refused(Layout::expert_slab, [](CombineArgs& a, const DispatchResult&) { a.y.shape[1] = 5; },
                          {"y is", "[2, 5, 8]", "[2, 6, hidden]"});
-  expect_combine_refused(Layout::rank_major, [](CombineArgs& a, const DispatchResult&) { a.y.shape[1] = 9; }, {"y is", "9 x 4 bytes", "at most 32"});
+  expect_combine_refused(Layout::rank_major, [](CombineArgs& a, const DispatchResult&) { a.y.shape[1] = 9; },
+                         {"y is", "rows of 36 bytes", "at most 32"});
 }
 TEST(BadInput, WeightsOfCombine) {
   static const float w[64] = {};
@@ -224,6 +225,7 @@ TEST(BadInput, ShapesBeyondAnyMemory) {
   };
   back([](CombineArgs& a) { a.y.ndim = 5; }, {"y is", "2 dimensions"});
   back([](CombineArgs& a) { a.y.shape[1] = kHuge; }, {"y is", "at most 32"});
+  expect_combine_refused(Layout::expert_slab, [](CombineArgs& a, const DispatchResult&) { a.y.shape = {kHuge, 4, 8}; }, {"y is", "[2, 6, hidden]"});
   for (int64_t extent : {-kHuge, int64_t{-1}, int64_t{0}}) {
     back([&](CombineArgs& a) { a.side = TensorView::dense(w, DType::fp32, {extent, 4}); }, {"side"});
     back(
@@ -239,6 +241,10 @@ TEST(BadInput, ShapesBeyondAnyMemory) {
         a.side.ndim = 9;
       },
       {"side has 9 dimensions"});
+}
+
+TEST(BadInput, ViewsOfFourDimensions) {
+  expect_says(message_of<InvalidArgument>([] { TensorView::dense(nullptr, DType::u8, {1, 1, 1, 1}); }), {"4 dimensions", "at most 3"});
 }
 
 TEST(BadInput, TooManySideArrays) {

@@ -93,6 +93,7 @@ static turnout_status mistakes(turnout_communicator* communicator, void* context
   CHECK_OK(turnout_dispatch_result_release(got));
   CHECK_SAYS(turnout_combine(buffer, &back, &sums), TURNOUT_INVALID_ARGUMENT, "released");
   CHECK(sums == NULL);
+  turnout_dispatch_result_destroy(got);
   turnout_pending_dispatch* pending = NULL;
   CHECK_OK(turnout_buffer_close(buffer));
   CHECK_SAYS(turnout_dispatch(buffer, &p.args, &got), TURNOUT_INVALID_ARGUMENT, "closed");

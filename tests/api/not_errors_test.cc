@@ -108,26 +108,19 @@ TEST(NotErrors, FourBuffersOnTwoCommunicatorsFromTwoThreads) {
 }
 
 TEST(NotErrors, LanesFromSeveralThreads) {
-  for (const char* transport : {"inproc", "shm"}) {
-    CommunicatorOptions options;
-    options.transport = transport;
-    run_virtual_ranks(
-        2,
-        [](Communicator& comm) {
-          BufferConfig config = small_config();
-          config.num_lanes = 3;
-          config.num_threads = 2;
-          Buffer buffer(comm, config);
-          std::vector<std::thread> threads;
-          for (int lane = 0; lane < 3; ++lane) {
-            threads.emplace_back([&, lane] {
-              for (int i = 0; i < 20; ++i) expect_works(buffer, lane);
-            });
-          }
-          for (auto& thread : threads) thread.join();
-        },
-        options);
-  }
+  run_on_transports(2, [](Communicator& comm) {
+    BufferConfig config = small_config();
+    config.num_lanes = 3;
+    config.num_threads = 2;
+    Buffer buffer(comm, config);
+    std::vector<std::thread> threads;
+    for (int lane = 0; lane < 3; ++lane) {
+      threads.emplace_back([&, lane] {
+        for (int i = 0; i < 20; ++i) expect_works(buffer, lane);
+      });
+    }
+    for (auto& thread : threads) thread.join();
+  });
 }
 
 /// Rings of four records: what is sent on one lane stays unread until its wait(), which every rank does in another order.

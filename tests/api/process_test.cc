@@ -1,12 +1,14 @@
 // Ranks that are processes, over shm: one that is killed in the middle of calls fails those of all others at once, and when
 // all are killed nothing of the job is left.
 #include <poll.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <csignal>
 #include <cstdlib>
 #include <filesystem>
+#include <fstream>
 
 #include "api/small_job.h"
 #include "bootstrap/socket.h"
@@ -172,6 +174,53 @@ TEST(Processes, ARankThatEndsWellIsGoneForTheOthersCalls) {
     }
   });
   EXPECT_EQ(job.hear(), 'f');
+}
+
+/// Bytes of memory files that this process maps.
+size_t mapped_files() {
+  std::ifstream maps("/proc/self/maps");
+  size_t sum = 0;
+  for (std::string line; std::getline(maps, line);) {
+    if (line.find("/memfd:") == std::string::npos) continue;
+    size_t begin = 0, end = 0;
+    if (std::sscanf(line.c_str(), "%zx-%zx", &begin, &end) == 2) sum += end - begin;
+  }
+  return sum;
+}
+
+// required_bytes() is what the kernel gives: with one byte less it refuses, on all ranks; with just that everything works.
+TEST(Processes, RequiredBytesAreWhatIsTaken) {
+  if (kThreadSanitizer) GTEST_SKIP() << "ThreadSanitizer does not follow forked ranks";
+  for (const int num_lanes : {1, 3}) {
+    Job job(3, [&](Communicator& comm, const Job::Say& say) {
+      BufferConfig config = small_config();
+      config.num_lanes = num_lanes;
+      const size_t needed = required_bytes(config, comm.num_ranks());
+      rlimit limit{};
+      getrlimit(RLIMIT_FSIZE, &limit);
+      limit.rlim_cur = needed - 1;
+      setrlimit(RLIMIT_FSIZE, &limit);
+      try {
+        Buffer buffer(comm, config);
+      } catch (const TransportError&) {
+        say('r');
+      }
+      limit.rlim_cur = needed;
+      setrlimit(RLIMIT_FSIZE, &limit);
+      const size_t before = mapped_files();
+      Buffer buffer(comm, config);
+      expect_works(buffer);
+      say(buffer.num_bytes() == needed && mapped_files() - before == needed * 3 ? 'e' : 'x');
+      try {
+        comm.barrier();                  // so that no arena goes while another rank counts
+      } catch (const std::exception&) {  // rank 0 has left it first, and serves the store
+      }
+    });
+    std::multiset<char> words;
+    for (int i = 0; i < 6; ++i) words.insert(job.hear());
+    EXPECT_EQ(words.count('r'), 3u) << num_lanes << " lanes";
+    EXPECT_EQ(words.count('e'), 3u) << num_lanes << " lanes";
+  }
 }
 
 }  // namespace

@@ -214,27 +214,20 @@ TEST(Refusals, ALaneThatIsNotThereOnAllRanks) {
 
 /// With several lanes nobody can tell which one was meant: all stop.
 TEST(Refusals, ALaneThatIsNotThereAmongSeveral) {
-  for (const char* transport : {"inproc", "shm"}) {
-    CommunicatorOptions options;
-    options.transport = transport;
-    run_virtual_ranks(
-        kRanks,
-        [](Communicator& comm) {
-          AtOnce at_once;
-          BufferConfig config = small_config();
-          config.num_lanes = 2;
-          Buffer buffer(comm, config);
-          Tokens tokens(comm.rank());
-          tokens.args.lane = comm.rank() == kWrong ? 2 : 1;
-          const std::vector<std::string> words = {"dispatch: lane is 2", "0 to 1", "recover()"};
-          expect_says(message_of<InvalidArgument>([&] { buffer.dispatch(tokens.args); }), words);
-          expect_says(message_of<InvalidArgument>([&] { expect_works(buffer); }), words);
-          if (comm.rank() != kWrong) expect_says(message_of<InvalidArgument>([&] { buffer.check(); }), {"rank 1 aborted"});
-          buffer.recover();
-          for (int lane : {0, 1}) expect_works(buffer, lane);
-        },
-        options);
-  }
+  run_on_transports(kRanks, [](Communicator& comm) {
+    AtOnce at_once;
+    BufferConfig config = small_config();
+    config.num_lanes = 2;
+    Buffer buffer(comm, config);
+    Tokens tokens(comm.rank());
+    tokens.args.lane = comm.rank() == kWrong ? 2 : 1;
+    const std::vector<std::string> words = {"dispatch: lane is 2", "0 to 1", "recover()"};
+    expect_says(message_of<InvalidArgument>([&] { buffer.dispatch(tokens.args); }), words);
+    expect_says(message_of<InvalidArgument>([&] { expect_works(buffer); }), words);
+    if (comm.rank() != kWrong) expect_says(message_of<InvalidArgument>([&] { buffer.check(); }), {"rank 1 aborted"});
+    buffer.recover();
+    for (int lane : {0, 1}) expect_works(buffer, lane);
+  });
 }
 
 /// An allocator that fails when told to, in one of two ways.

@@ -1,4 +1,5 @@
 // What results are made of: strided inputs and outputs, bf16 weights, fused fp8, arrival counters, memory of the caller's.
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -84,6 +85,25 @@ TEST(Results, StridedSlabIntoOutAndBack) {
     EXPECT_FALSE(got.is_lease);
     const CombineResult a = buffer.combine(back_of(want)), b = buffer.combine(back_of(got));
     EXPECT_EQ(bytes_of(a.x), bytes_of(b.x));
+  });
+}
+
+/// An offer takes all of the receive region, and what arrives keeps no more than it needs: without rows, too.
+TEST(Results, ALeaseIsCutToWhatArrived) {
+  run_virtual_ranks(2, [](Communicator& comm) {
+    BufferConfig config = small_config();
+    config.max_tokens_per_rank = 200;
+    config.receive_bytes = 16384;
+    Buffer buffer(comm, config);
+    for (int64_t expert : {0, 3}) {  // of rank 0, of rank 1: the other one has no rows
+      Tokens tokens(comm.rank());
+      std::fill(tokens.ids.begin(), tokens.ids.end(), expert);
+      const DispatchResult held = buffer.dispatch(tokens.args);
+      EXPECT_EQ(*held.num_rows.as<int64_t>(), comm.rank() == expert / 3 ? 6 : 0);
+      Tokens more(comm.rank());
+      EXPECT_TRUE(buffer.dispatch(more.args).is_lease);
+    }
+    EXPECT_EQ(buffer.num_fresh_results(), 0u);
   });
 }
 

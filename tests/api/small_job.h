@@ -64,6 +64,15 @@ inline CombineArgs back_of(const DispatchResult& rows) {
   return back;
 }
 
+/// Runs `body` on virtual ranks, over each transport.
+inline void run_on_transports(int num_ranks, const std::function<void(Communicator&)>& body) {
+  for (const char* transport : {"inproc", "shm"}) {
+    CommunicatorOptions options;
+    options.transport = transport;
+    run_virtual_ranks(num_ranks, body, options);
+  }
+}
+
 /// Ranks that own the experts of token `t` in the default split.
 inline int num_destinations(const Tokens& tokens, int64_t t, int num_experts, int num_ranks) {
   std::set<int> owners;

@@ -11,7 +11,7 @@ namespace turnout::bootstrap {
 namespace {
 
 using testing_ranks::Job;
-using testing_ranks::thrown;
+using testing_ranks::message_of;
 
 std::string write(const std::string& path, const std::string& text, mode_t mode) {
   std::ofstream(path) << text;

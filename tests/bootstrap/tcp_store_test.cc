@@ -17,9 +17,9 @@ namespace {
 using namespace std::chrono_literals;
 using testing_ranks::bytes;
 using testing_ranks::Job;
+using testing_ranks::message_of;
 using testing_ranks::run;
 using testing_ranks::text;
-using testing_ranks::thrown;
 
 class Tcp : public testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, Tcp, testing::Values(1, 2, 3, 4, 5, 7, 8));

@@ -1,6 +1,6 @@
 // The contract of the CPU engine, unchanged, on GPUs: virtual ranks on one, and threads on several.
+#include "cuda/cuda_place.h"
 #include "engine/contract.h"
-#include "support/cuda_place.h"
 #include "transport/cuda.h"
 
 namespace turnout::testing {

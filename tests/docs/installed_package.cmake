@@ -1,4 +1,4 @@
-# Installs the build into a folder, builds the examples and the test in C outside the tree against that folder alone, and runs them.
+# Installs the build into a folder, builds the examples and the tests in C outside the tree against that folder alone, and runs them.
 function(run)
   execute_process(COMMAND ${ARGN} RESULT_VARIABLE result OUTPUT_VARIABLE output ERROR_VARIABLE output)
   if(NOT result EQUAL 0)
@@ -8,12 +8,12 @@ endfunction()
 
 set(work ${BUILD}/installed_package)
 file(REMOVE_RECURSE ${work})
-file(GLOB programs ${SOURCE}/examples/*.cc ${SOURCE}/tests/api/c_api_test.c)
+file(GLOB programs ${SOURCE}/examples/*.cc ${SOURCE}/tests/api/c_*_test.c)
 list(LENGTH programs count)
 if(count LESS 4)
-  message(FATAL_ERROR "expected three examples and a test in C, found: ${programs}")
+  message(FATAL_ERROR "expected three examples and tests in C, found: ${programs}")
 endif()
-file(COPY ${programs} ${SOURCE}/tests/docs/package_examples/CMakeLists.txt DESTINATION ${work}/source)
+file(COPY ${programs} ${SOURCE}/tests/api/c_job.h ${SOURCE}/tests/docs/package_examples/CMakeLists.txt DESTINATION ${work}/source)
 
 run(${CMAKE_COMMAND} --install ${BUILD} --config ${CONFIG} --prefix ${work}/prefix)
 # Moved, as packages are: nothing may depend on where it was installed first.

@@ -29,8 +29,8 @@ struct RunChoices {
   int repeats = 1;          ///< dispatch and combine so often, the last time with a cached handle
   bool y_in_lease = false;  ///< rows of the combine lie in the receive region where they fit, and are spoilt right after it
   bool i32_ids = false, bf16_weights = false;
-  std::function<std::unique_ptr<Place>(int rank)> place;  ///< none: the host
-  std::chrono::milliseconds timeout{0};                   ///< 0: that of config_of()
+  std::function<std::unique_ptr<Place>(int rank)> place{};  ///< none: the host
+  std::chrono::milliseconds timeout{0};                     ///< 0: that of config_of()
 };
 
 inline BufferConfig config_of(const RandomProblem& p, const RunChoices& run) {
@@ -236,7 +236,8 @@ inline void expect_matches_reference(uint64_t seed, const RandomLimits& limits, 
           if (in_lease) {
             for (int64_t i = 0; i < back.y.shape[0]; ++i)
               place->write(static_cast<std::byte*>(result.x.data) + static_cast<size_t>(i) * stride, back.y.row(i), y_bytes);
-            back.y = TensorView::matrix(result.x.data, p.dtype, back.y.shape[0], p.hidden, static_cast<int64_t>(stride / size_of(p.dtype)), place->device());
+            back.y = TensorView::matrix(result.x.data, p.dtype, back.y.shape[0], p.hidden, static_cast<int64_t>(stride / size_of(p.dtype)),
+                                        place->device());
           } else {
             back.y = place->put(back.y);
           }

@@ -3,15 +3,29 @@
 #include <gtest/gtest.h>
 
 #include <set>
+#include <vector>
 
 namespace turnout::tools {
 namespace {
 
-TEST(Models, KnowsTheTwelve) {
-  EXPECT_EQ(models().size(), 12u);
-  for (const char* name : {"DeepSeek-V3", "DeepSeek-V4-Pro", "DeepSeek-V2-Lite", "Kimi-K2", "Qwen3-235B-A22B", "Qwen3-30B-A3B", "Mixtral-8x7B",
-                           "gpt-oss-120b", "gpt-oss-20b", "GLM-4.5", "Llama-4-Maverick", "MiniMax-M2"}) {
-    EXPECT_TRUE(find_model(name)) << name;
+// A second copy of the published numbers, so that a slip of the pen in one of them shows.
+TEST(Models, HaveTheNumbersOfTheirConfigurations) {
+  struct Published {
+    const char* name;
+    int num_experts, topk;
+    int64_t hidden;
+  };
+  const std::vector<Published> published = {{"DeepSeek-V3", 256, 8, 7168}, {"DeepSeek-V4-Pro", 384, 6, 7168},  {"DeepSeek-V2-Lite", 64, 6, 2048},
+                                            {"Kimi-K2", 384, 8, 7168},     {"Qwen3-235B-A22B", 128, 8, 4096},  {"Qwen3-30B-A3B", 128, 8, 2048},
+                                            {"Mixtral-8x7B", 8, 2, 4096},  {"gpt-oss-120b", 128, 4, 2880},     {"gpt-oss-20b", 32, 4, 2880},
+                                            {"GLM-4.5", 160, 8, 5120},     {"Llama-4-Maverick", 128, 1, 5120}, {"MiniMax-M2", 256, 8, 3072}};
+  EXPECT_EQ(models().size(), published.size());
+  for (const Published& want : published) {
+    const auto model = find_model(want.name);
+    ASSERT_TRUE(model) << want.name;
+    EXPECT_EQ(model->num_experts, want.num_experts) << want.name;
+    EXPECT_EQ(model->topk, want.topk) << want.name;
+    EXPECT_EQ(model->hidden, want.hidden) << want.name;
   }
 }
 

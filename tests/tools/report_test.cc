@@ -2,6 +2,10 @@
 
 #include <gtest/gtest.h>
 
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+
 namespace turnout::tools {
 namespace {
 
@@ -23,6 +27,19 @@ std::string replaced(std::string text, const std::string& from, const std::strin
 TEST(Report, WhatIsWrittenIsOfTheSchema) {
   EXPECT_EQ(report_problems(to_json(example())), std::vector<std::string>{});
   EXPECT_NE(to_json(example()).find("\"schema\": 1"), std::string::npos);
+}
+
+TEST(Report, RecordsAreOfTheSchemaAndSayOfWhatTree) {
+  int num_records = 0;
+  for (const auto& entry : std::filesystem::directory_iterator(TURNOUT_RECORDS)) {
+    if (entry.path().extension() != ".json") continue;
+    std::ifstream file(entry.path());
+    const std::string text{std::istreambuf_iterator<char>(file), {}};
+    EXPECT_EQ(report_problems(text), std::vector<std::string>{}) << entry.path();
+    EXPECT_EQ(text.find("\"tree\": \"\""), std::string::npos) << entry.path();
+    ++num_records;
+  }
+  EXPECT_GT(num_records, 0);
 }
 
 TEST(Report, DepartureFromTheSchemaIsNamed) {

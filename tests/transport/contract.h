@@ -75,18 +75,39 @@ TEST_P(TransportContract, ASignalWakesASleeper) {
   });
 }
 
-TEST_P(TransportContract, IdleNeverOverlooksASignalAndAlwaysEnds) {
+TEST_P(TransportContract, SleepNeverOverlooksASignalAndAlwaysEnds) {
   run([&](Bootstrap&, auto transport) {
-    const auto window = transport->open("idle", 64, 1);
+    const auto window = transport->open("sleep once", 64, 1);
     const int rank = transport->rank();
-    const uint32_t ticket = window->ticket();
-    window->signal(rank, 0, 1);
+    Clock::duration best = 1h;
+    for (uint64_t turn = 1; turn <= 20; ++turn) {
+      const uint32_t ticket = window->arm();
+      window->signal(rank, 0, turn);
+      const auto start = Clock::now();
+      window->sleep(ticket);
+      best = std::min(best, Clock::now() - start);
+      window->disarm();
+    }
+    require(best < 500us, "a thread sleeps although a signal rose after it was armed: " + std::to_string(best.count()) + " ns");
+    const auto start = Clock::now();
+    window->sleep(window->arm());
+    window->disarm();
+    require(Clock::now() - start < 5s, "a sleep without any signal does not end");
+  });
+}
+
+TEST_P(TransportContract, AnIdlerSpinsThenSleeps) {
+  run([&](Bootstrap&, auto transport) {
+    const auto window = transport->open("idler", 64, 1);
+    Idler young(*window, 1h), old(*window, 0ns);
+    int steps = 0;
     auto start = Clock::now();
-    window->idle(ticket, 8s);
-    require(Clock::now() - start < 5s, "idle spins on although a signal rose after the ticket");
+    while (Clock::now() - start < 5ms && ++steps < 1000) young.step();
+    require(steps > 20, "an idler sleeps before its spin is over: " + std::to_string(steps) + " steps in 5 ms");
+    steps = 0;
     start = Clock::now();
-    window->idle(window->ticket(), 0ns);
-    require(Clock::now() - start < 5s, "idle without any signal does not end");
+    while (Clock::now() - start < 100ms) ++steps, old.step();
+    require(steps < 50'000, "an idler spins on after its spin is over: " + std::to_string(steps) + " steps in 100 ms");
   });
 }
 
@@ -110,8 +131,8 @@ TEST_P(TransportContract, ThreadsSignalAtOnce) {
     }
     const auto watch = [&] {
       std::vector<uint64_t> seen(static_cast<size_t>(num_ranks() * kThreads));
+      Idler idler(*window, 2us);
       for (size_t done = 0; done < seen.size();) {
-        const uint32_t ticket = window->ticket();
         window->progress();
         done = 0;
         for (size_t i = 0; i < seen.size(); ++i) {
@@ -120,7 +141,7 @@ TEST_P(TransportContract, ThreadsSignalAtOnce) {
           seen[i] = now;
           done += now == kLast ? 1 : 0;
         }
-        if (done < seen.size()) window->idle(ticket, 2us);
+        if (done < seen.size()) idler.step();
       }
       for (size_t i = 0; i < seen.size(); ++i) {
         if (std::memcmp(window->local() + i * 8, &kLast, 8) != 0) return false;

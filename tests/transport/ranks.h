@@ -14,6 +14,7 @@
 #include <thread>
 #include <vector>
 
+#include "transport/idler.h"
 #include "transport/transport.h"
 #include "turnout/bootstrap.h"
 
@@ -61,12 +62,12 @@ inline void wait_until(const std::function<bool()>& holds, const std::string& wh
 
 inline void wait_signal(Window& window, int index, uint64_t value, std::chrono::nanoseconds spin = 2us) {
   const auto until = Clock::now() + 20s;
+  Idler idler(window, spin);
   while (true) {
-    const uint32_t ticket = window.ticket();
     window.progress();
     if (window.read(index) >= value) return;
     require(Clock::now() < until, "signal " + std::to_string(index) + " is " + std::to_string(window.read(index)) + ", not " + std::to_string(value));
-    window.idle(ticket, spin);
+    idler.step();
   }
 }
 

@@ -1,4 +1,4 @@
-// First fit over an ordered map of gaps: a Buffer has a handful of leases, so simple is fast enough.
+// First fit over an ordered list of gaps: a Buffer has a handful of leases, so simple is fast enough.
 #include "engine/cpu/block_pool.h"
 
 #include <algorithm>
@@ -11,14 +11,14 @@ constexpr size_t round_up(size_t n) { return (n + BlockPool::kGranule - 1) / Blo
 }  // namespace
 
 BlockPool::BlockPool(size_t begin, size_t num_bytes) : num_bytes_(num_bytes) {
-  if (num_bytes > 0) gaps_[begin] = num_bytes;
+  if (num_bytes > 0) gaps_.push_back({begin, num_bytes});
 }
 
 std::optional<BlockPool::Block> BlockPool::take(size_t num_bytes) {
   const size_t wanted = std::max(round_up(num_bytes), kGranule);
   std::lock_guard lock(mutex_);
   for (auto gap = gaps_.begin(); gap != gaps_.end(); ++gap) {
-    if (gap->second >= wanted) return cut(gap, wanted);
+    if (gap->num_bytes >= wanted) return cut(gap, wanted);
   }
   return std::nullopt;
 }
@@ -28,11 +28,11 @@ std::optional<BlockPool::Block> BlockPool::take_largest(size_t num_bytes) {
   std::lock_guard lock(mutex_);
   auto best = gaps_.end();
   for (auto gap = gaps_.begin(); gap != gaps_.end(); ++gap) {
-    if (gap->second >= wanted) return cut(gap, wanted);
-    if (best == gaps_.end() || gap->second > best->second) best = gap;
+    if (gap->num_bytes >= wanted) return cut(gap, wanted);
+    if (best == gaps_.end() || gap->num_bytes > best->num_bytes) best = gap;
   }
   if (best == gaps_.end()) return std::nullopt;
-  return cut(best, best->second);
+  return cut(best, best->num_bytes);
 }
 
 void BlockPool::trim(Block& block, size_t num_bytes) {
@@ -50,50 +50,50 @@ void BlockPool::give_back(const Block& block) {
 
 bool BlockPool::is_taken(size_t offset) const {
   std::lock_guard lock(mutex_);
-  auto next = gaps_.upper_bound(offset);
-  if (next == gaps_.begin()) return true;
-  const auto gap = std::prev(next);
-  return offset >= gap->first + gap->second;
+  return std::none_of(gaps_.begin(), gaps_.end(), [&](const Block& gap) { return offset >= gap.offset && offset < gap.offset + gap.num_bytes; });
 }
 
 size_t BlockPool::bytes_free() const {
   std::lock_guard lock(mutex_);
   size_t sum = 0;
-  for (const auto& [offset, bytes] : gaps_) sum += bytes;
+  for (const Block& gap : gaps_) sum += gap.num_bytes;
   return sum;
 }
 
 size_t BlockPool::largest_gap() const {
   std::lock_guard lock(mutex_);
   size_t largest = 0;
-  for (const auto& [offset, bytes] : gaps_) largest = std::max(largest, bytes);
+  for (const Block& gap : gaps_) largest = std::max(largest, gap.num_bytes);
   return largest;
 }
 
-BlockPool::Block BlockPool::cut(std::map<size_t, size_t>::iterator gap, size_t num_bytes) {
-  const Block block{gap->first, num_bytes};
-  const size_t rest = gap->second - num_bytes;
-  gaps_.erase(gap);
-  if (rest > 0) gaps_[block.offset + num_bytes] = rest;
+BlockPool::Block BlockPool::cut(std::vector<Block>::iterator gap, size_t num_bytes) {
+  const Block block{gap->offset, num_bytes};
+  gap->offset += num_bytes;
+  gap->num_bytes -= num_bytes;
+  if (gap->num_bytes == 0) gaps_.erase(gap);
   return block;
 }
 
 void BlockPool::add_gap(size_t offset, size_t num_bytes) {
-  auto next = gaps_.lower_bound(offset);
-  assert(next == gaps_.end() || offset + num_bytes <= next->first);
-  if (next != gaps_.end() && offset + num_bytes == next->first) {
-    num_bytes += next->second;
-    next = gaps_.erase(next);
-  }
+  const auto next = std::find_if(gaps_.begin(), gaps_.end(), [&](const Block& gap) { return gap.offset > offset; });
+  assert(next == gaps_.end() || offset + num_bytes <= next->offset);
+  const bool joins_next = next != gaps_.end() && offset + num_bytes == next->offset;
   if (next != gaps_.begin()) {
-    auto before = std::prev(next);
-    assert(before->first + before->second <= offset);
-    if (before->first + before->second == offset) {
-      before->second += num_bytes;
+    Block& before = *std::prev(next);
+    assert(before.offset + before.num_bytes <= offset);
+    if (before.offset + before.num_bytes == offset) {
+      before.num_bytes += num_bytes + (joins_next ? next->num_bytes : 0);
+      if (joins_next) gaps_.erase(next);
       return;
     }
   }
-  gaps_[offset] = num_bytes;
+  if (!joins_next) {
+    gaps_.insert(next, {offset, num_bytes});
+    return;
+  }
+  next->offset = offset;
+  next->num_bytes += num_bytes;
 }
 
 }  // namespace turnout::engine

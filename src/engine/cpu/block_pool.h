@@ -2,9 +2,9 @@
 // result's last view dies. The lowest fitting gap is taken, so pages in use stay few and warm.
 #pragma once
 #include <cstddef>
-#include <map>
 #include <mutex>
 #include <optional>
+#include <vector>
 
 namespace turnout::engine {
 
@@ -35,12 +35,12 @@ class BlockPool {
   size_t largest_gap() const;
 
  private:
-  Block cut(std::map<size_t, size_t>::iterator gap, size_t num_bytes);
+  Block cut(std::vector<Block>::iterator gap, size_t num_bytes);
   void add_gap(size_t offset, size_t num_bytes);
 
   mutable std::mutex mutex_;
   size_t num_bytes_;
-  std::map<size_t, size_t> gaps_;  // offset -> bytes
+  std::vector<Block> gaps_;  ///< ascending, no two adjacent
 };
 
 }  // namespace turnout::engine

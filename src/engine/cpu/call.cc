@@ -23,8 +23,8 @@ std::string ranks_where(int num_ranks, Predicate&& is_one) {
 
 }  // namespace
 
-Call::Call(std::shared_ptr<Context> context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts)
-    : context_(std::move(context)),
+Call::Call(const std::shared_ptr<Context>& context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts)
+    : context_(context.get()),
       lane_(lane),
       epoch_(epoch),
       copy_(static_cast<int>(epoch % static_cast<uint64_t>(context_->layout.depth))),
@@ -32,10 +32,12 @@ Call::Call(std::shared_ptr<Context> context, int lane, uint64_t epoch, uint64_t 
       first_use_(epoch < first_epoch + static_cast<uint64_t>(context_->layout.depth)) {
   const auto ranks = static_cast<size_t>(context_->num_ranks);
   facts_.epoch = static_cast<int64_t>(epoch);
-  max_local_ = static_cast<int>((context_->layout.header_bytes - sizeof(Header)) / sizeof(int32_t) - ranks);
+  mine_.fingerprint = fingerprint(facts_);
+  max_local_ = static_cast<int>((facts_at(context_->layout.header_bytes) - sizeof(Header)) / sizeof(int32_t) - ranks);
   header_sent_.assign(ranks, 0);
   header_seen_.assign(ranks, 0);
-  headers_.resize(ranks);
+  closed_.assign(ranks, 0);
+  headers_.assign(ranks, Header());
   my_rows_.assign(ranks, 0);
   rows_.assign(ranks * ranks, 0);
 }
@@ -54,7 +56,6 @@ bool Call::exchange_headers() {
   bool moved = false;
   const int me = context_->rank;
   if (!header_seen_[static_cast<size_t>(me)]) {
-    mine_.facts = facts_;
     take_header(me);
     moved = true;
   }
@@ -89,6 +90,7 @@ void Call::send_header(int peer) {
     used += counts.size() * sizeof(int32_t);
   }
   context_->window->put(peer, context_->layout.header_at(lane_, copy_, context_->rank), bytes.data(), used);
+  context_->window->put(peer, facts_of(context_->rank), &facts_, sizeof facts_);
   raise(peer, BufferLayout::kHeader, epoch_);
   header_sent_[static_cast<size_t>(peer)] = 1;
   ++num_headers_sent_;
@@ -99,7 +101,7 @@ void Call::take_header(int source) {
   const auto ranks = static_cast<size_t>(context_->num_ranks);
   if (source == context_->rank) {
     headers_[at] = mine_;
-    std::copy(my_rows_.begin(), my_rows_.end(), rows_.begin() + static_cast<int64_t>(at * ranks));
+    std::copy(my_rows_.begin(), my_rows_.end(), rows_.begin() + at * ranks);
   } else {
     const std::byte* bytes = context_->window->local() + context_->layout.header_at(lane_, copy_, source);
     std::memcpy(&headers_[at], bytes, sizeof(Header));
@@ -126,14 +128,17 @@ void Call::fail_together(const std::string& text) {
 }
 
 void Call::check_headers() {
-  const bool agreed = std::all_of(headers_.begin(), headers_.end(), [&](const Header& h) { return !h.refused && h.facts == headers_[0].facts; });
+  const bool agreed =
+      std::all_of(headers_.begin(), headers_.end(), [&](const Header& h) { return !h.refused && h.fingerprint == headers_[0].fingerprint; });
   if (agreed) return;
   const std::string refusers = ranks_where(context_->num_ranks, [&](int source) { return header(source).refused != 0; });
   if (!refusers.empty()) {
     fail_together(where() + ": refused by rank " + refusers + ", whose own error says why; nothing was delivered on any rank");
   }
-  std::vector<CallFacts> facts;
-  for (const Header& h : headers_) facts.push_back(h.facts);
+  std::vector<CallFacts> facts(headers_.size(), facts_);
+  for (int source = 0; source < context_->num_ranks; ++source) {
+    if (source != context_->rank) std::memcpy(&facts[static_cast<size_t>(source)], context_->window->local() + facts_of(source), sizeof(CallFacts));
+  }
   if (const std::string table = disagreement(facts); !table.empty()) {
     fail_together(where() + ": ranks disagree; nothing was delivered on any rank" + table);
   }
@@ -150,7 +155,8 @@ bool Call::check_verdicts(const std::string& mine) {
   for (int source = 0; source < context_->num_ranks; ++source) {
     if (source != context_->rank && owes_verdict(source)) return false;
   }
-  const std::string misfits = ranks_where(context_->num_ranks, [&](int source) { return count_of(source, BufferLayout::kVerdict) == kMisfit; });
+  const std::string misfits = ranks_where(
+      context_->num_ranks, [&](int source) { return header(source).owes_verdict && count_of(source, BufferLayout::kVerdict) == kMisfit; });
   if (misfits.empty()) return true;
   fail_together(where() + ": rank " + misfits +
                 " has no room for its rows (out or result=lease), and its own error says how many; nothing was delivered on any rank");
@@ -160,6 +166,31 @@ void Call::consume_all() {
   for (int source = 0; source < context_->num_ranks; ++source) {
     if (source != context_->rank) raise(source, BufferLayout::kSpace, progress_value(epoch_, kAllConsumed));
   }
+}
+
+void Call::leave() {
+  if (failed_together_) stop();
+  else consume_all();
+}
+
+void Call::stop() {
+  stopped_ = true;
+  for (int peer = 0; peer < context_->num_ranks; ++peer) {
+    if (peer != context_->rank) raise(peer, BufferLayout::kStopped, epoch_);
+  }
+}
+
+bool Call::close(bool leaving) {
+  bool moved = false;
+  for (int peer = 0; peer < context_->num_ranks; ++peer) {
+    const auto at = static_cast<size_t>(peer);
+    if (peer == context_->rank || closed_[at] || (!leaving && read(peer, BufferLayout::kStopped) < epoch_)) continue;
+    raise(peer, BufferLayout::kSpace, progress_value(epoch_, kAllConsumed));
+    closed_[at] = 1;
+    ++num_closed_;
+    moved = true;
+  }
+  return moved;
 }
 
 }  // namespace turnout::engine

@@ -1,13 +1,14 @@
 // A call in flight: one epoch of a lane. It moves in steps that never wait, so that a lane can drive several at once; all
 // waiting is in Lane::drive (lane.h).
 //
-// Staging copy `copy` = epoch % depth. The five signals from a source for a copy carry the epoch, so nothing is ever reset:
+// Staging copy `copy` = epoch % depth. The six signals from a source for a copy carry the epoch, so nothing is ever reset:
 //   kHeader    epoch: the source's header is in place
 //   kRows      epoch << 32 | rows that the source has put straight into the offered block
 //   kProduced  epoch << 32 | records that the source has put into the ring
 //   kSpace     epoch << 32 | records that the addressee has taken out of the ring; all ones: it has finished the call, so
 //              header, ring and block of this epoch may be written again by the call that uses the copy next.
 //   kVerdict   epoch << 32 | kFits or kMisfit, from a source whose header owes it: whether it can take its rows
+//   kStopped   epoch: the call has failed on all ranks alike, and the source puts nothing more for it
 #pragma once
 #include <cstdint>
 #include <exception>
@@ -17,6 +18,7 @@
 
 #include "engine/cpu/context.h"
 #include "engine/cpu/header.h"
+#include "engine/cpu/inline_vector.h"
 
 namespace turnout::engine {
 
@@ -39,7 +41,8 @@ struct Waiting {
 
 class Call {
  public:
-  Call(std::shared_ptr<Context> context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts);
+  /// `context` outlives the call: its lane and whoever waits for it belong to the Buffer.
+  Call(const std::shared_ptr<Context>& context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts);
   virtual ~Call() = default;
   Call(const Call&) = delete;
   Call& operator=(const Call&) = delete;
@@ -57,6 +60,14 @@ class Call {
 
   /// Counts the call as refused on all ranks: headers only.
   void refuse();
+
+  /// A call that was refused, or that ranks do not agree about, or whose rows do not fit, has failed on all ranks, but not all that
+  /// was put for it may have landed yet: it keeps its copy until every peer has stopped, lest something late lands on the next call.
+  bool closing() const { return stopped_ && num_closed_ < context_->num_ranks - 1; }
+  /// Frees the copy for the peers that have stopped, or, when this rank leaves and reads nothing any more, for all.
+  /// True if there were any. REQUIRES: closing().
+  bool close(bool leaving = false);
+  bool closed(int peer) const { return closed_[static_cast<size_t>(peer)]; }
 
   uint64_t epoch() const { return epoch_; }
   int lane() const { return lane_; }
@@ -82,6 +93,10 @@ class Call {
   bool check_verdicts(const std::string& mine);
   /// Tells every source that its header, ring and block of this call may be reused.
   void consume_all();
+  /// The call has failed: consume_all() at once, or, where it failed on all ranks alike, by and by in close().
+  void leave();
+  /// Tells every peer that nothing more is put for this call. REQUIRES: all_headers_sent().
+  void stop();
 
   /// Whether `peer` has finished this call.
   bool has_consumed(int peer) const { return read(peer, core::BufferLayout::kSpace) >= progress_value(epoch_, kAllConsumed); }
@@ -105,7 +120,7 @@ class Call {
   /// Records of this call that `source` has put into its ring here, or that `peer` has taken from ours there.
   int64_t count_of(int source, core::BufferLayout::Signal which) const;
 
-  std::shared_ptr<Context> context_;
+  Context* const context_;
   const int lane_;
   const uint64_t epoch_;
   const int copy_;
@@ -113,11 +128,12 @@ class Call {
 
   // Filled by the derived call before the first exchange_headers().
   Header mine_{};
-  std::vector<int32_t> my_rows_;                      ///< [R]
-  std::vector<int64_t> my_pull_first_;                ///< [R] Header::pull_first for each addressee, or empty
+  PerRank<int32_t> my_rows_;                          ///< [R]
+  PerRank<int64_t> my_pull_first_;                    ///< [R] Header::pull_first for each addressee, or empty
   std::vector<std::vector<int32_t>> my_expert_rows_;  ///< [R][local experts of that rank], or empty
 
  private:
+  size_t facts_of(int source) const { return context_->layout.header_at(lane_, copy_, source) + facts_at(context_->layout.header_bytes); }
   void send_header(int peer);
   void take_header(int source);
   /// Throws InvalidArgument, which all ranks do.
@@ -125,12 +141,13 @@ class Call {
   std::string where() const { return name() + " (lane " + std::to_string(lane_) + ", epoch " + std::to_string(epoch_) + ")"; }
 
   const bool first_use_;  ///< no earlier call used this copy since the last recover()
-  bool failed_together_ = false;
   int max_local_ = 0;
-  int num_headers_sent_ = 0, num_headers_seen_ = 0;
-  std::vector<char> header_sent_, header_seen_;
-  std::vector<Header> headers_;
-  std::vector<int32_t> rows_, expert_rows_;
+  int num_headers_sent_ = 0, num_headers_seen_ = 0, num_closed_ = 0;
+  bool failed_together_ = false, stopped_ = false;
+  PerRank<char> header_sent_, header_seen_, closed_;
+  InlineVector<Header, 4> headers_;
+  PerPair<int32_t> rows_;
+  std::vector<int32_t> expert_rows_;
 };
 
 }  // namespace turnout::engine

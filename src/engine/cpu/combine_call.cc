@@ -11,9 +11,9 @@ namespace turnout::engine {
 using core::BufferLayout;
 using internal::Routing;
 
-CombineCall::CombineCall(std::shared_ptr<Context> context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts,
+CombineCall::CombineCall(const std::shared_ptr<Context>& context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts,
                          const CombineArgs& args, std::shared_ptr<const Routing> routing)
-    : Call(std::move(context), lane, epoch, first_epoch, facts), args_(args), routing_(std::move(routing)) {
+    : Call(context, lane, epoch, first_epoch, facts), args_(args), routing_(std::move(routing)) {
   const Routing& r = *routing_;
   hidden_ = args_.y.shape[static_cast<size_t>(args_.y.ndim - 1)];
   const auto hidden = static_cast<size_t>(hidden_);
@@ -26,19 +26,17 @@ CombineCall::CombineCall(std::shared_ptr<Context> context, int lane, uint64_t ep
   slots_ = static_cast<int64_t>(context_->layout.ring_bytes / record_bytes_);
 
   const auto ranks = static_cast<size_t>(context_->num_ranks);
-  outgoing_.resize(ranks);
   next_.assign(ranks, 0);
   ordinal_.assign(ranks, 0);
   taken_.assign(ranks, 0);
   released_.assign(ranks, 0);
-  for (int node = 0; node < context_->topology.num_nodes(); ++node) {
-    for (int rank : context_->topology.ranks_of(node)) rank_order_.push_back(rank);
-  }
   pull_ = can_be_pulled();
   if (pull_) {
     mine_.pull_offset = static_cast<const std::byte*>(args_.y.data) - context_->window->local();
     mine_.pull_stride = args_.y.strides[0] * static_cast<int64_t>(size_of(args_.y.dtype));
-    my_pull_first_.assign(r.recv_begin.begin(), r.recv_begin.end() - 1);
+    my_pull_first_.append(r.recv_begin.data(), ranks);
+  } else {
+    outgoing_.resize(ranks);
   }
   for (int source = 0; source < context_->num_ranks && !pull_; ++source) {
     if (source == context_->rank) continue;
@@ -46,7 +44,6 @@ CombineCall::CombineCall(std::shared_ptr<Context> context, int lane, uint64_t ep
     my_rows_[static_cast<size_t>(source)] = static_cast<int32_t>(outgoing_[static_cast<size_t>(source)].size());
     sends_left_ += my_rows_[static_cast<size_t>(source)];
   }
-  mine_.num_tokens = r.num_tokens;
 
   const size_t row_bytes = hidden * size_of(args_.y.dtype);
   large_ = static_cast<int64_t>(row_bytes) * r.num_tokens > kCacheBytes;
@@ -55,7 +52,7 @@ CombineCall::CombineCall(std::shared_ptr<Context> context, int lane, uint64_t ep
     out_.x_stride = args_.out.strides[0] * static_cast<int64_t>(size_of(args_.out.dtype));
   } else if (r.num_tokens > 0) {
     out_.x_stride = static_cast<int64_t>(row_bytes);
-    out_.memory = std::make_shared<ResultMemory>(context_, row_bytes * static_cast<size_t>(r.num_tokens));
+    out_.memory = std::make_shared<ResultMemory>(context_->shared_from_this(), row_bytes * static_cast<size_t>(r.num_tokens));
     out_.x = out_.memory->data();
   }
   out_.num_lost.assign(static_cast<size_t>(r.num_tokens), 0);
@@ -159,7 +156,7 @@ Waiting CombineCall::waiting() const {
   }
   for (int peer = 0; peer < context_->num_ranks; ++peer) {
     const auto at = static_cast<size_t>(peer);
-    if (next_[at] >= static_cast<int64_t>(outgoing_[at].size())) continue;
+    if (outgoing_.empty() || next_[at] >= static_cast<int64_t>(outgoing_[at].size())) continue;
     w.peers.push_back(peer);
     w.phase = "space";
     w.for_arrival = true;
@@ -192,7 +189,7 @@ void CombineCall::give_up() noexcept {
   // A missed check must not pass for data.
   for (int64_t token = 0; token < routing_->num_tokens && out_.x; ++token) fill_failed(out_.x + token * out_.x_stride, args_.y.dtype, hidden_);
   try {
-    consume_all();
+    leave();
   } catch (...) {
     // The peers are gone; there is nobody to tell.
   }

@@ -26,8 +26,8 @@ struct CombineOutcome {
 class CombineCall final : public Call {
  public:
   /// REQUIRES: args were checked against `routing`.
-  CombineCall(std::shared_ptr<Context> context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts, const CombineArgs& args,
-              std::shared_ptr<const internal::Routing> routing);
+  CombineCall(const std::shared_ptr<Context>& context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts,
+              const CombineArgs& args, std::shared_ptr<const internal::Routing> routing);
 
   bool progress() override;
   bool sent() const override { return all_headers_sent() && sends_left_ == 0; }
@@ -68,6 +68,7 @@ class CombineCall final : public Call {
   bool send();
   bool send_to(int source);
   void write_record(int source, int64_t i, std::byte* record) const;
+  int32_t send_partial(int64_t row, std::byte* record) const;
   int32_t partial_sum(int64_t row, void* out, float* out_scales) const;
   const std::byte* y_row(int64_t position) const;
   float weight_at(int64_t position) const;
@@ -80,6 +81,7 @@ class CombineCall final : public Call {
   bool gather_rows(int64_t token, TokenTerms& terms);
   int32_t gather_own(int64_t ordinal, int64_t token, TokenTerms& terms);
   void merge_side(int64_t token, int rank, const float* side);
+  void prefetch(const TokenTerms& terms) const;
   void add(const TokenTerms& terms) const;
 
   CombineArgs args_;
@@ -90,15 +92,14 @@ class CombineCall final : public Call {
   int64_t hidden_ = 0;
 
   // Send side.
-  std::vector<std::vector<Outgoing>> outgoing_;  ///< [R]
-  std::vector<int64_t> next_;                    ///< [R]
+  std::vector<std::vector<Outgoing>> outgoing_;  ///< [R], or none if rows are read in place
+  PerRank<int64_t> next_;                        ///< [R]
   int64_t sends_left_ = 0;
 
   // Reduce side.
-  std::vector<int> rank_order_;    ///< ranks by (node, rank)
-  std::vector<int64_t> ordinal_;   ///< [R] tokens of the list passed so far
-  std::vector<int64_t> taken_;     ///< [R] records read
-  std::vector<int64_t> released_;  ///< [R] records whose slots were given back
+  PerRank<int64_t> ordinal_;   ///< [R] tokens of the list passed so far
+  PerRank<int64_t> taken_;     ///< [R] records read
+  PerRank<int64_t> released_;  ///< [R] records whose slots were given back
   int64_t next_token_ = 0;
   bool pull_ = false;      ///< sources read this rank's rows in place
   bool large_ = false;     ///< the result does not fit in a cache

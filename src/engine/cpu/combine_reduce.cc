@@ -48,7 +48,11 @@ bool CombineCall::reduce() {
   if (n == 0) return false;
   std::vector<TokenTerms>& terms = round;
   context_->parallel_for(n, 2, [&](int64_t from, int64_t to) {
-    for (int64_t i = from; i < to; ++i) add(terms[static_cast<size_t>(i)]);
+    prefetch(terms[static_cast<size_t>(from)]);
+    for (int64_t i = from; i < to; ++i) {
+      if (i + 1 < to) prefetch(terms[static_cast<size_t>(i + 1)]);
+      add(terms[static_cast<size_t>(i)]);
+    }
   });
   next_token_ += n;
   for (int source = 0; source < context_->num_ranks; ++source) {
@@ -78,7 +82,7 @@ bool CombineCall::gather_partials(int64_t token, TokenTerms& terms) {
     const int64_t i = r.send_begin[at] + ordinal_[at];
     return i < r.send_begin[at + 1] && r.send_tokens[static_cast<size_t>(i)] == token;
   };
-  for (int rank : rank_order_) {
+  for (int rank = 0; rank < context_->num_ranks; ++rank) {
     if (rank == context_->rank || !on_rank(rank)) continue;
     if (!header_seen(rank)) return false;
     if (header(rank).pull_offset < 0 && !next_record(rank) && !stream_ended(rank)) return false;
@@ -216,6 +220,12 @@ bool CombineCall::gather_rows(int64_t token, TokenTerms& terms) {
   for (size_t rank = 0; rank < seen.size(); ++rank) ordinal_[rank] += seen[rank];
   out_.num_lost[static_cast<size_t>(token)] = lost;
   return true;
+}
+
+void CombineCall::prefetch(const TokenTerms& terms) const {
+  for (const RowRef& row : terms.rows) {
+    if (row.data) prefetch_row(row.data, wire_bytes_);
+  }
 }
 
 /// One token's sum: own partial first if it has to be made, then nodes, then the whole.

@@ -54,14 +54,29 @@ void CombineCall::write_record(int source, int64_t i, std::byte* record) const {
   auto* side = reinterpret_cast<float*>(record + sizeof(Meta));
   if (out.k >= 0) {
     const int64_t position = r.position[static_cast<size_t>(out.row * r.num_topk + out.k)];
-    std::memcpy(record + row_at_, y_row(position), wire_bytes_);
+    context_->kernels.copy_row_streaming(record + row_at_, y_row(position), wire_bytes_);
     if (args_.apply == CombineWeights::rows) meta.weight = weight_at(position);
     if (side_floats_) side[0] = side_of(out.row, out.k);
   } else {
-    meta.lost_or_k = partial_sum(out.row, record + row_at_, reinterpret_cast<float*>(record + scales_at_));
+    meta.lost_or_k = send_partial(out.row, record);
     for (size_t k = 0; k < side_floats_; ++k) side[k] = side_of(out.row, static_cast<int>(k));
   }
   std::memcpy(record, &meta, sizeof meta);
+}
+
+/// The partial sum of a row, written past the caches: the lines of a record are in those of its reader, and to own each of
+/// them first costs ten times the copy.
+int32_t CombineCall::send_partial(int64_t row, std::byte* record) const {
+  auto* scales = reinterpret_cast<float*>(record + scales_at_);
+  if (routing_->layout == Layout::rank_major && args_.apply == CombineWeights::none && wire_dtype() == args_.y.dtype) {
+    context_->kernels.copy_row_streaming(record + row_at_, y_row(row), wire_bytes_);
+    return 0;
+  }
+  thread_local std::vector<std::byte> sum;
+  if (sum.size() < wire_bytes_) sum.resize(wire_bytes_);
+  const int32_t lost = partial_sum(row, sum.data(), scales);
+  context_->kernels.copy_row_streaming(record + row_at_, sum.data(), wire_bytes_);
+  return lost;
 }
 
 /// Adds the terms of a row of this rank in k order, weighted if asked, rounded once to the wire's form. Returns how many

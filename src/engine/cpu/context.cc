@@ -181,11 +181,4 @@ void Context::forget_abort() {
   status.store(0, std::memory_order_release);
 }
 
-void Context::parallel_for(int64_t n, int64_t grain, const std::function<void(int64_t, int64_t)>& body) {
-  if (n <= 0) return;
-  if (threads.num_threads() == 1 || n <= grain) return body(0, n);
-  std::lock_guard lock(threads_mutex);
-  threads.parallel_for(n, grain, body);
-}
-
 }  // namespace turnout::engine

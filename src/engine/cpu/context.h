@@ -3,7 +3,6 @@
 #pragma once
 #include <atomic>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -30,7 +29,7 @@ struct Abort {
   WaitRecord record;
 };
 
-struct Context {
+struct Context : std::enable_shared_from_this<Context> {
   Context(std::shared_ptr<transport::Transport> transport, std::unique_ptr<transport::Window> window, const core::BufferLayout& layout,
           core::Topology topology, const BufferConfig& config, Allocator* allocator);
 
@@ -76,7 +75,13 @@ struct Context {
   void forget_abort();
 
   /// Splits [0, n) over the Buffer's threads.
-  void parallel_for(int64_t n, int64_t grain, const std::function<void(int64_t, int64_t)>& body);
+  template <class Body>
+  void parallel_for(int64_t n, int64_t grain, const Body& body) {
+    if (n <= 0) return;
+    if (threads.num_threads() == 1 || n <= grain) return body(0, n);
+    std::lock_guard lock(threads_mutex);
+    threads.parallel_for(n, grain, body);
+  }
 
  private:
   [[noreturn]] void throw_abort();
@@ -106,6 +111,9 @@ class ResultMemory {
   }
   std::byte* data() const { return data_; }
   bool is_lease() const { return is_lease_; }
+  const BlockPool::Block& lease() const { return lease_; }
+  /// Gives back what a lease has beyond its first bytes.
+  void trim(size_t num_bytes) { context_->pool.trim(lease_, num_bytes); }
   /// The call failed: a lease goes the way of Context::retire().
   void retire() {
     if (is_lease_) context_->retire(lease_);

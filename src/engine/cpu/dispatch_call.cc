@@ -11,9 +11,9 @@ namespace turnout::engine {
 using core::BufferLayout;
 using internal::Routing;
 
-DispatchCall::DispatchCall(std::shared_ptr<Context> context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts,
+DispatchCall::DispatchCall(const std::shared_ptr<Context>& context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts,
                            const DispatchArgs& args, std::shared_ptr<Routing> fresh_routing, std::shared_ptr<const Routing> cached)
-    : Call(std::move(context), lane, epoch, first_epoch, facts), args_(args), fresh_(std::move(fresh_routing)), cached_(std::move(cached)) {
+    : Call(context, lane, epoch, first_epoch, facts), args_(args), fresh_(std::move(fresh_routing)), cached_(std::move(cached)) {
   const Routing& r = routing();
   low_latency_ = facts.mode == static_cast<int64_t>(Mode::low_latency);
   const auto hidden = static_cast<size_t>(args_.x.shape[1]);
@@ -41,7 +41,6 @@ DispatchCall::DispatchCall(std::shared_ptr<Context> context, int lane, uint64_t 
       if (e >= 0) ++my_expert_rows_[static_cast<size_t>(r.experts->rank_of(e))][static_cast<size_t>(r.experts->local_of(e))];
     }
   }
-  mine_.num_tokens = r.num_tokens;
   check_room();
   make_offer();
 }
@@ -62,6 +61,9 @@ bool DispatchCall::progress() {
   moved |= send();
   if (planned_) {
     moved |= receive();
+    // Not in plan(): a lock waits for every store under way, and by now the rows have left.
+    if (trim_to_ > 0) memory_->trim(trim_to_);
+    trim_to_ = 0;
     if (rows_left_ == 0 && sent() && !finished_) {
       finish();
       moved = true;
@@ -100,14 +102,14 @@ Waiting DispatchCall::waiting() const {
   w.seen = 0;
   if (missing("verdict", false) || !planned_) return w;
   for (int peer = 0; peer < context_->num_ranks; ++peer) {
-    if (path(me, peer) != Path::streamed || next_[static_cast<size_t>(peer)] >= my_rows_[static_cast<size_t>(peer)]) continue;
+    if (path_to(peer) != Path::streamed || next_[static_cast<size_t>(peer)] >= my_rows_[static_cast<size_t>(peer)]) continue;
     w.peers.push_back(peer);
     w.expected = static_cast<uint64_t>(my_rows_[static_cast<size_t>(peer)]);
     w.seen = static_cast<uint64_t>(count_of(peer, BufferLayout::kSpace));
   }
   if (missing("space", true)) return w;
   for (int source = 0; source < context_->num_ranks; ++source) {
-    const auto expected = static_cast<uint64_t>(path(source, me) == Path::direct ? admitted(source, me) : rows(source, me));
+    const auto expected = static_cast<uint64_t>(path_from(source) == Path::direct ? admitted(source, me) : rows(source, me));
     const auto seen = static_cast<uint64_t>(received_[static_cast<size_t>(source)]);
     if (source == me || seen >= expected) continue;
     w.peers.push_back(source);
@@ -123,12 +125,12 @@ void DispatchCall::give_up() noexcept {
   given_up_ = true;
   try {
     // Ranks that disagree put nothing in place, so nobody writes the block; after an abort somebody may.
-    if (offer_) context_->retire(*offer_);
+    if (offer_) offer_->retire();
     offer_.reset();
     if (memory_) memory_->retire();
     memory_.reset();
     held_memory_.reset();
-    consume_all();
+    leave();
   } catch (...) {
     // The peers are gone; there is nobody to tell.
   }
@@ -141,7 +143,7 @@ void DispatchCall::finish() {
     Routing& r = *fresh_;
     const auto topk = static_cast<size_t>(r.num_topk);
     for (int source = 0; source < context_->num_ranks; ++source) {
-      if (path(source, me) != Path::direct) continue;
+      if (path_from(source) != Path::direct) continue;
       const auto first = static_cast<size_t>(r.recv_begin[static_cast<size_t>(source)]);
       const auto count = static_cast<size_t>(admitted(source, me));
       core::copy_bytes(r.recv_idx.data() + first * topk, memory_->data() + block_.topk_idx + first * format_.idx_bytes, count * format_.idx_bytes);
@@ -151,7 +153,7 @@ void DispatchCall::finish() {
       }
     }
     if (held_) settle_held();
-    finish_routing(r, me);
+    if (!routed_) finish_routing(r, me);
   }
   const Routing& r = routing();
   if (r.layout == Layout::expert_major) zero_padding();
@@ -172,10 +174,14 @@ void DispatchCall::finish_routing(Routing& r, int rank) {
     }
     for (size_t e = 0; e < local; ++e) r.expert_offsets[e + 1] = r.expert_offsets[e] + r.expert_counts[e];
     r.sorted_rows.resize(static_cast<size_t>(r.expert_offsets[local]));
-    std::vector<int64_t> next(r.expert_offsets.begin(), r.expert_offsets.end() - 1);
+    // While rows are listed each offset moves from the start of its group to its end, which is the start of the next.
     for (size_t i = 0; i < n * topk; ++i) {
-      if (r.recv_idx[i] >= 0) r.sorted_rows[static_cast<size_t>(next[static_cast<size_t>(r.recv_idx[i])]++)] = static_cast<int32_t>(i / topk);
+      if (r.recv_idx[i] < 0) continue;
+      int64_t& next = r.expert_offsets[static_cast<size_t>(r.recv_idx[i])];
+      r.sorted_rows[static_cast<size_t>(next++)] = static_cast<int32_t>(i / topk);
     }
+    std::memmove(r.expert_offsets.data() + 1, r.expert_offsets.data(), local * sizeof(int64_t));
+    r.expert_offsets[0] = 0;
     if (r.capacity >= 0) {  // arrays have the capacity's size
       r.recv_idx.resize(static_cast<size_t>(r.capacity) * topk, -1);
       if (r.has_weights) r.recv_weights.resize(static_cast<size_t>(r.capacity) * topk, 0.0f);
@@ -203,6 +209,8 @@ void DispatchCall::zero_padding() const {
   }
 }
 
-DispatchOutcome DispatchCall::take() { return {fresh_ ? std::shared_ptr<const Routing>(fresh_) : cached_, memory_, x_, x_stride_, block_}; }
+DispatchOutcome DispatchCall::take() {
+  return {fresh_ ? std::shared_ptr<const Routing>(std::move(fresh_)) : std::move(cached_), std::move(memory_), x_, x_stride_, block_};
+}
 
 }  // namespace turnout::engine

@@ -31,8 +31,8 @@ class DispatchCall final : public Call {
  public:
   /// REQUIRES: args were checked. `routing` holds the source side (new or of args.handle).
   /// Throws InvalidArgument if there is no room for a result whose size is known already.
-  DispatchCall(std::shared_ptr<Context> context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts, const DispatchArgs& args,
-               std::shared_ptr<internal::Routing> fresh_routing, std::shared_ptr<const internal::Routing> cached);
+  DispatchCall(const std::shared_ptr<Context>& context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts,
+               const DispatchArgs& args, std::shared_ptr<internal::Routing> fresh_routing, std::shared_ptr<const internal::Routing> cached);
 
   bool progress() override;
   bool sent() const override { return all_headers_sent() && planned_ && sends_left_ == 0; }
@@ -40,7 +40,7 @@ class DispatchCall final : public Call {
   Waiting waiting() const override;
   void give_up() noexcept override;
 
-  /// REQUIRES: done().
+  /// Once. REQUIRES: done().
   DispatchOutcome take();
 
   /// Rows of each source present so far: [R], readable at any time.
@@ -60,14 +60,19 @@ class DispatchCall final : public Call {
 
   const internal::Routing& routing() const { return cached_ ? *cached_ : *fresh_; }
   bool early(int peer) const;
+  Path choose_path(int source, int destination) const;
   int64_t block_rows(int rank) const;
   bool block_fits(int rank) const;
-  Path path(int source, int destination) const;
+  /// Of rows that this rank sends or receives. REQUIRES: planned.
+  Path path_to(int destination) const { return path_to_[static_cast<size_t>(destination)]; }
+  Path path_from(int source) const { return path_from_[static_cast<size_t>(source)]; }
   int64_t admitted(int source, int destination) const;
 
   // dispatch_send.cc
   bool wants_lease() const { return args_.result != ResultKind::fresh && !args_.out.defined(); }
   void make_offer();
+  std::shared_ptr<ResultMemory> memory_of(const std::optional<BlockPool::Block>& block) const;
+  std::shared_ptr<ResultMemory> lease_of(size_t num_bytes) const;
   std::shared_ptr<ResultMemory> fresh_memory(size_t num_bytes);
   void check_room();
   std::string no_room(int64_t needed) const;
@@ -110,23 +115,28 @@ class DispatchCall final : public Call {
     BlockFormat block;
   };
 
+  PerRank<Path> path_to_, path_from_;  ///< [R]
+
   // Send side.
-  std::vector<Target> targets_;  ///< [R]
-  std::vector<int> direct_peers_;
-  std::vector<int64_t> next_;  ///< [R] records or rows sent so far
-  int64_t next_token_ = 0;     ///< of the direct rows
-  int64_t sends_left_ = 0;     ///< rows not sent yet, direct and streamed
+  std::vector<Target> targets_;  ///< [R] if some path is direct
+  PerRank<int> direct_peers_;
+  PerRank<int64_t> next_;   ///< [R] records or rows sent so far
+  int64_t next_token_ = 0;  ///< of the direct rows
+  int64_t sends_left_ = 0;  ///< rows not sent yet, direct and streamed
 
   // Receive side.
-  std::optional<BlockPool::Block> offer_;
+  std::shared_ptr<ResultMemory> offer_;
+  size_t trim_to_ = 0;  ///< what is kept of the offer that became the result; 0: nothing to trim
+  int direct_sources_ = 0;
   bool counted_ = false, planned_ = false, finished_ = false, held_ = false, given_up_ = false;
-  std::string misfit_;             ///< why the rows cannot be kept
-  std::vector<int64_t> admitted_;  ///< [R, R]
-  std::vector<int64_t> total_;     ///< [R] admitted rows of each destination
-  std::vector<int64_t> received_;  ///< [R]
+  bool routed_ = false;        ///< finish_routing() has run
+  std::string misfit_;         ///< why the rows cannot be kept
+  PerPair<int64_t> admitted_;  ///< [R, R]
+  PerRank<int64_t> total_;     ///< [R] admitted rows of each destination
+  PerRank<int64_t> received_;  ///< [R]
   int64_t rows_left_ = 0;
   std::vector<int64_t> expert_next_;  ///< [R, Le]: next position of a source's rows in each group
-  std::vector<int64_t> arrived_;
+  PerRank<int64_t> arrived_;
   std::shared_ptr<ResultMemory> memory_, held_memory_;
   BlockFormat block_;
   std::byte* x_ = nullptr;

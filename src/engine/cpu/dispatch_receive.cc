@@ -11,6 +11,11 @@ namespace turnout::engine {
 using core::BufferLayout;
 using internal::Routing;
 
+namespace {
+/// So many bytes of records are asked for at once.
+constexpr int64_t kPrefetchBytes = 16 << 10;
+}  // namespace
+
 /// All headers are here and agree: who sends what to whom, what is admitted, where it goes.
 void DispatchCall::plan() {
   const auto ranks = static_cast<size_t>(context_->num_ranks);
@@ -44,9 +49,16 @@ void DispatchCall::plan() {
   }
   make_room();
   large_ = std::max(r.send_begin.back(), r.num_recv()) * static_cast<int64_t>(format_.x_bytes) > kCacheBytes;
-  targets_.resize(ranks);
+  path_to_.assign(ranks, Path::none);
+  path_from_.assign(ranks, Path::none);
   for (int peer = 0; peer < context_->num_ranks; ++peer) {
-    if (path(me, peer) != Path::direct) continue;
+    path_to_[static_cast<size_t>(peer)] = choose_path(me, peer);
+    path_from_[static_cast<size_t>(peer)] = choose_path(peer, me);
+    direct_sources_ += path_from(peer) == Path::direct;
+  }
+  for (int peer = 0; peer < context_->num_ranks; ++peer) {
+    if (path_to(peer) != Path::direct) continue;
+    if (targets_.empty()) targets_.resize(ranks);
     Target& target = targets_[static_cast<size_t>(peer)];
     target.base = static_cast<size_t>(header(peer).offer_offset);
     target.block = format_.block(block_rows(peer), format_.idx_bytes > 0);
@@ -56,7 +68,7 @@ void DispatchCall::plan() {
   }
   received_.assign(ranks, 0);
   rows_left_ = 0;
-  for (int s = 0; s < context_->num_ranks; ++s) rows_left_ += path(s, me) == Path::direct ? admitted(s, me) : rows(s, me);
+  for (int s = 0; s < context_->num_ranks; ++s) rows_left_ += path_from(s) == Path::direct ? admitted(s, me) : rows(s, me);
 }
 
 /// Group offsets and the first position of every source in every group. What exceeds a capacity of expert_major is
@@ -97,24 +109,20 @@ void DispatchCall::plan_experts() {
 void DispatchCall::make_room() {
   const Routing& r = routing();
   if (held_ && r.num_recv() > 0) {
-    held_memory_ = std::make_shared<ResultMemory>(context_, static_cast<size_t>(r.num_recv()) * format_.record_bytes);
+    held_memory_ = std::make_shared<ResultMemory>(context_->shared_from_this(), static_cast<size_t>(r.num_recv()) * format_.record_bytes);
   }
   const int64_t n = r.layout == Layout::rank_major ? block_rows(context_->rank) : r.result_rows();
   const bool offered = offer_ && block_fits(context_->rank);
   block_ = format_.block(n, offered && format_.idx_bytes > 0);
   x_stride_ = static_cast<int64_t>(format_.x_stride);
   if (offered) {
-    context_->pool.trim(*offer_, block_.num_bytes);
-    memory_ = std::make_shared<ResultMemory>(context_, *offer_);
-    offer_.reset();
+    memory_ = std::move(offer_);
+    trim_to_ = std::max(block_.num_bytes, size_t{1});  // of a result without rows, too
   } else {
-    std::optional<BlockPool::Block> lease;
-    if (r.layout != Layout::rank_major && wants_lease() && !memory_) {
-      lease = offer_ ? std::exchange(offer_, std::nullopt) : context_->pool.take(block_.num_bytes);
-    }
-    if (offer_) context_->pool.give_back(*offer_);
+    std::shared_ptr<ResultMemory> lease;
+    if (r.layout != Layout::rank_major && wants_lease() && !memory_) lease = offer_ ? std::move(offer_) : lease_of(block_.num_bytes);
     offer_.reset();
-    if (lease) memory_ = std::make_shared<ResultMemory>(context_, *lease);
+    if (lease) memory_ = std::move(lease);
     else if (args_.result == ResultKind::lease && block_.num_bytes > 0) misfit_ = no_lease(block_.num_bytes);
     else if (!memory_) memory_ = fresh_memory(block_.num_bytes);
   }
@@ -137,7 +145,7 @@ bool DispatchCall::receive() {
       if (received_[at] < expected) moved |= receive_from(source, std::min(expected, received_[at] + 32));
       continue;
     }
-    switch (path(source, me)) {
+    switch (path_from(source)) {
       case Path::none: break;
       case Path::streamed: moved |= receive_from(source, std::min(expected, count_of(source, BufferLayout::kProduced))); break;
       case Path::direct: {
@@ -181,6 +189,13 @@ bool DispatchCall::receive_from(int source, int64_t available) {
       }
     }
   }
+  // Rows of a small call are on their way while their experts are counted.
+  const bool few = (end - first) * static_cast<int64_t>(format_.record_bytes) <= kPrefetchBytes;
+  if (!own && few) prefetch_row(record_of(first), static_cast<size_t>(end - first) * format_.record_bytes);
+  if (fresh_ && rows_left_ == available - first && !held_ && direct_sources_ == 0) {
+    finish_routing(*fresh_, context_->rank);
+    routed_ = true;
+  }
   context_->parallel_for(end - first, 4, [&](int64_t from, int64_t to) {
     thread_local std::vector<std::byte> quantised;
     for (int64_t i = first + from; i < first + to; ++i) {
@@ -191,6 +206,7 @@ bool DispatchCall::receive_from(int source, int64_t available) {
         Row row{nullptr, nullptr, record, own ? token_of(i) : 0, base + i};
         row.x = own ? token_row(row.token, quantised, row.scales) : record + format_.x_at;
         if (!own && format_.scale_bytes) row.scales = record + format_.scales_at;
+        if (!own && !few) prefetch_row(row.x, format_.x_bytes);
         lay_out(row);
       }
     }

@@ -11,9 +11,9 @@ using core::BufferLayout;
 using internal::Routing;
 
 namespace {
-/// In low_latency mode fewer bytes than this to one rank travel with the header; more are worth a look at all headers
-/// first, because they can then be put in place in one pass.
-constexpr int64_t kEagerBytes = 16 << 10;
+/// In low_latency mode at most so many bytes to one rank travel with the header; more are worth a look at all headers
+/// first, because they can then be put in place in one pass: a signal is faster than a second copy.
+constexpr int64_t kEagerBytes = 1 << 10;
 }  // namespace
 
 /// Room that the caller asks for is a matter of the arguments where the rows are known beforehand (a capacity, a handle): too
@@ -29,7 +29,7 @@ void DispatchCall::check_room() {
 
 /// Empty if `needed` rows fit in the caller's `out`.
 std::string DispatchCall::no_room(int64_t needed) const {
-  const int64_t room = args_.out.ndim == 3 ? args_.out.shape[0] * args_.out.shape[1] : args_.out.shape[0];
+  const int64_t room = args_.out.num_elements() / args_.out.shape[static_cast<size_t>(args_.out.ndim - 1)];
   if (room >= needed) return {};
   return "dispatch: out has room for " + std::to_string(room) + " rows, but the result has " + std::to_string(needed) +
          "; nothing was delivered on any rank";
@@ -41,10 +41,17 @@ std::string DispatchCall::no_lease(size_t needed) const {
          "; release earlier results, raise receive_bytes, or use result=auto; nothing was delivered on any rank";
 }
 
+std::shared_ptr<ResultMemory> DispatchCall::memory_of(const std::optional<BlockPool::Block>& block) const {
+  return block ? std::make_shared<ResultMemory>(context_->shared_from_this(), *block) : nullptr;
+}
+
+/// The lowest gap of the receive region that fits, or nothing.
+std::shared_ptr<ResultMemory> DispatchCall::lease_of(size_t num_bytes) const { return memory_of(context_->pool.take(num_bytes)); }
+
 /// Memory of the caller's allocator.
 std::shared_ptr<ResultMemory> DispatchCall::fresh_memory(size_t num_bytes) {
   if (num_bytes == 0) return nullptr;
-  auto memory = std::make_shared<ResultMemory>(context_, num_bytes);
+  auto memory = std::make_shared<ResultMemory>(context_->shared_from_this(), num_bytes);
   if (wants_lease()) context_->count_fresh_result(num_bytes);
   return memory;
 }
@@ -55,16 +62,16 @@ void DispatchCall::make_offer() {
   if (cached_ || r.capacity >= 0) {
     const int64_t n = r.layout == Layout::expert_slab ? r.experts->num_local(context_->rank) * r.capacity : r.result_rows();
     const size_t needed = format_.block(n, by_rank && format_.idx_bytes > 0).num_bytes;
-    if (wants_lease()) offer_ = context_->pool.take(needed);
+    if (wants_lease()) offer_ = lease_of(needed);
     if (!offer_ && needed > 0 && args_.result == ResultKind::lease) throw InvalidArgument(no_lease(needed));
     if (!offer_) memory_ = fresh_memory(format_.block(n, false).num_bytes);
   } else if (by_rank && wants_lease()) {
     const int64_t most = context_->num_ranks * context_->config.max_tokens_per_rank;
-    offer_ = context_->pool.take_largest(format_.block(most, format_.idx_bytes > 0).num_bytes);
+    offer_ = memory_of(context_->pool.take_largest(format_.block(most, format_.idx_bytes > 0).num_bytes));
   }
   if (!offer_ || !by_rank) return;  // nobody but this rank writes blocks of the other layouts
-  mine_.offer_offset = static_cast<int64_t>(offer_->offset);
-  mine_.offer_bytes = static_cast<int64_t>(offer_->num_bytes);
+  mine_.offer_offset = static_cast<int64_t>(offer_->lease().offset);
+  mine_.offer_bytes = static_cast<int64_t>(offer_->lease().num_bytes);
 }
 
 /// Whether rows to `peer` may leave before its header is here: they go to its ring whatever the header says.
@@ -86,7 +93,7 @@ int64_t DispatchCall::admitted(int source, int destination) const {
 }
 
 /// Both ends decide alike, from the headers that all ranks see.
-DispatchCall::Path DispatchCall::path(int source, int destination) const {
+DispatchCall::Path DispatchCall::choose_path(int source, int destination) const {
   const int64_t count = rows(source, destination);
   if (count == 0 || source == destination) return Path::none;
   const bool eager = low_latency_ && count * static_cast<int64_t>(format_.record_bytes) <= kEagerBytes;
@@ -99,7 +106,7 @@ bool DispatchCall::send() {
   for (int step = 1; step < context_->num_ranks; ++step) {
     const int peer = (context_->rank + step) % context_->num_ranks;
     if (!header_sent(peer)) continue;
-    if (planned_ ? path(context_->rank, peer) == Path::streamed : early(peer)) moved |= send_stream(peer);
+    if (planned_ ? path_to(peer) == Path::streamed : early(peer)) moved |= send_stream(peer);
   }
   if (planned_) moved |= send_direct();
   return moved;
@@ -109,7 +116,7 @@ bool DispatchCall::send() {
 bool DispatchCall::send_direct() {
   const internal::Routing& r = routing();
   if (next_token_ >= r.num_tokens) return false;
-  const std::vector<int>& peers = direct_peers_;
+  const PerRank<int>& peers = direct_peers_;
   if (peers.empty()) {
     next_token_ = r.num_tokens;
     return false;
@@ -208,7 +215,8 @@ void DispatchCall::write_record(int peer, int64_t i, int64_t token) {
   }
   const std::byte* scales = nullptr;
   const std::byte* x = token_row(token, quantised, scales);
-  context_->kernels.copy_row(record + format_.x_at, x, format_.x_bytes);
+  // Past the caches: the lines are in those of their reader, and to own each of them first costs ten times the copy.
+  context_->kernels.copy_row_streaming(record + format_.x_at, x, format_.x_bytes);
   if (scales) std::memcpy(record + format_.scales_at, scales, format_.scale_bytes);
   for (size_t s = 0; s < args_.side.size(); ++s) core::copy_bytes(record + format_.side_at[s], args_.side[s].row(token), format_.side_bytes[s]);
   if (!there) context_->window->put(peer, offset, record, format_.record_bytes);

@@ -24,6 +24,25 @@ std::array<int64_t, kNumFacts> values_of(const CallFacts& facts) {
 
 }  // namespace
 
+uint64_t fingerprint(const CallFacts& facts) {
+  // A sum of products with odd numbers that have nothing to do with each other: the multiplications overlap.
+  static constexpr auto kFactors = [] {
+    std::array<uint64_t, kNumFacts> factors{};
+    uint64_t state = 0;
+    for (uint64_t& factor : factors) {
+      state += 0x9E3779B97F4A7C15ull;
+      uint64_t z = (state ^ state >> 30) * 0xBF58476D1CE4E5B9ull;
+      z = (z ^ z >> 27) * 0x94D049BB133111EBull;
+      factor = (z ^ z >> 31) | 1;
+    }
+    return factors;
+  }();
+  const auto values = values_of(facts);
+  uint64_t sum = 0;
+  for (size_t fact = 0; fact < kNumFacts; ++fact) sum += static_cast<uint64_t>(values[fact]) * kFactors[fact];
+  return sum;
+}
+
 std::string fact_text(size_t fact, int64_t value) {
   const auto small = static_cast<uint8_t>(value);
   switch (fact) {

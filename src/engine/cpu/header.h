@@ -35,12 +35,12 @@ struct CallFacts {
   friend bool operator==(const CallFacts&, const CallFacts&) = default;
 };
 
-/// Fixed part of a header; `rows_to[num_ranks]` and, for the addressee, `expert_counts[max local experts]` follow.
-struct alignas(64) Header {
-  CallFacts facts;
-  int64_t refused = 0;       ///< the sender rejected its own arguments: the call fails on all ranks
-  int64_t owes_verdict = 0;  ///< only once the sender knows all counts will it say whether it can take its rows (kVerdict)
-  int64_t num_tokens = 0;
+/// Fixed part of a header; `rows_to[num_ranks]` and, for the addressee, `expert_counts[max local experts]` follow, and the
+/// facts themselves at the end: they are read only where fingerprints differ, so that a small call reads one line or two.
+struct Header {
+  uint64_t fingerprint = 0;  ///< of the facts
+  int32_t refused = 0;       ///< the sender rejected its own arguments: the call fails on all ranks
+  int32_t owes_verdict = 0;  ///< only once the sender knows all counts will it say whether it can take its rows (kVerdict)
   int64_t offer_offset = 0;  ///< the block of the sender's receive region that the addressee may write
   int64_t offer_bytes = 0;   ///< 0: none, send through the staging ring
   int64_t pull_offset = -1;  ///< combine: the sender's rows lie in its arena from here on, for the addressee to read in place
@@ -48,11 +48,18 @@ struct alignas(64) Header {
   int64_t pull_first = 0;    ///< the addressee's first row
 };
 
-/// Bytes of a header with its two tables.
+/// Room for the facts, and where they lie in a header of `header_bytes`.
+constexpr size_t kFactsBytes = (sizeof(CallFacts) + 63) / 64 * 64;
+constexpr size_t facts_at(size_t header_bytes) { return header_bytes - kFactsBytes; }
+
+/// Bytes of a header with its two tables and the facts.
 constexpr size_t header_bytes(int num_ranks, int max_local_experts) {
-  const size_t raw = sizeof(Header) + sizeof(int32_t) * (static_cast<size_t>(num_ranks) + static_cast<size_t>(max_local_experts));
-  return (raw + 127) / 128 * 128;
+  const size_t tables = sizeof(Header) + sizeof(int32_t) * (static_cast<size_t>(num_ranks) + static_cast<size_t>(max_local_experts));
+  return (tables + 63) / 64 * 64 + kFactsBytes;
 }
+
+/// Equal facts have equal fingerprints; others almost never (64 bits).
+uint64_t fingerprint(const CallFacts& facts);
 
 /// Empty if all ranks agree with `facts[0]`; else a table of the facts that differ, a line each, a column per rank.
 std::string disagreement(std::span<const CallFacts> facts);

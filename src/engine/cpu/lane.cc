@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "transport/idler.h"
 #include "util/log.h"
 
 namespace turnout::engine {
@@ -36,7 +37,19 @@ std::string seconds(std::chrono::steady_clock::duration d) {
 }  // namespace
 
 void Lane::remove(const Call* call) {
-  std::erase_if(calls_, [&](const auto& c) { return c.get() == call; });
+  const auto found = std::find_if(calls_.begin(), calls_.end(), [&](const auto& c) { return c.get() == call; });
+  if (found == calls_.end()) return;
+  if ((*found)->closing()) closing_.push_back(std::move(*found));
+  calls_.erase(found);
+}
+
+std::shared_ptr<const Call> Lane::closing_call(uint64_t epoch) const {
+  for (const auto& list : {calls_, closing_}) {
+    for (const auto& call : list) {
+      if (call->epoch() == epoch && call->closing()) return call;
+    }
+  }
+  return nullptr;
 }
 
 void Lane::restart(uint64_t epoch) {
@@ -45,6 +58,7 @@ void Lane::restart(uint64_t epoch) {
     call->give_up();
   }
   calls_.clear();
+  closing_.clear();  // the first use of a copy from here on waits for nobody
   next_epoch_ = first_epoch_ = epoch;
 }
 
@@ -64,13 +78,23 @@ void Lane::abandon() {
   for (auto& call : calls_) {
     if (!call->failure && !call->done()) call->failure = std::make_exception_ptr(InvalidArgument("the Buffer was closed before wait()"));
     call->give_up();
+    if (call->closing()) closing_.push_back(call);
+  }
+  try {
+    for (auto& call : closing_) call->close(/*leaving=*/true);
+  } catch (...) {
+    // The peers are gone; there is nobody to tell.
   }
   calls_.clear();
+  closing_.clear();
 }
 
 bool Lane::progress_all() {
   bool moved = false;
+  for (auto& call : closing_) moved |= call->close();
+  std::erase_if(closing_, [](const auto& call) { return !call->closing(); });
   for (auto& call : calls_) {
+    if (call->closing()) moved |= call->close();
     if (call->failure || call->done()) continue;
     try {
       moved |= call->progress();
@@ -113,30 +137,29 @@ bool Lane::progress_siblings() {
 
 void Lane::drive(Call& call, Until until) {
   transport::Window& window = *context_->window;
-  const auto spin = context_->transport->spin();
-  Patience patience;
-  bool idled = false;
+  transport::Idler idler(window, context_->transport->spin());
+  std::optional<Patience> patience;  // made at the first look round: most waits end before it
   while (true) {
-    const uint32_t ticket = window.ticket();
     const bool moved = progress_all();
     if (call.failure) fail(call);
     if (until == Until::sent ? call.sent() : call.done()) return;
     if (moved) {
-      if (idled) patience = Patience();
-      idled = false;
+      patience.reset();
+      idler.reset();
       continue;
     }
     window.progress();
+    if (!idler.step()) continue;
     try {
       context_->check_abort();
-      if (idled) check_patience(call, patience);
+      if (patience) check_patience(call, *patience);
+      else patience.emplace();
     } catch (...) {
       // The Buffer is aborted: what is outstanding on this lane is lost, and its memory stays as it is until recover().
       call.failure = std::current_exception();
       fail(call);
     }
-    if (!progress_siblings()) window.idle(ticket, spin);
-    idled = true;
+    if (progress_siblings()) idler.reset();
   }
 }
 

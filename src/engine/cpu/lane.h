@@ -2,7 +2,6 @@
 #pragma once
 #include <chrono>
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -32,7 +31,10 @@ class Lane {
 
   /// Puts the call among the outstanding ones.
   void add(std::shared_ptr<Call> call) { calls_.push_back(std::move(call)); }
+  /// Takes the call, which is done or has failed, from among them.
   void remove(const Call* call);
+  /// The call of `epoch`, if it has failed and is closing; else null.
+  std::shared_ptr<const Call> closing_call(uint64_t epoch) const;
 
   enum class Until { sent, done };
   /// Moves all outstanding calls until `call` is sent or done. On failure the call is given up, removed, and the reason
@@ -68,7 +70,8 @@ class Lane {
   std::shared_ptr<Context> context_;
   const int index_;
   uint64_t next_epoch_ = 1, first_epoch_ = 1;
-  std::deque<std::shared_ptr<Call>> calls_;
+  std::vector<std::shared_ptr<Call>> calls_;
+  std::vector<std::shared_ptr<Call>> closing_;  ///< removed ones whose copy may not be used again yet
   std::vector<Lane*> siblings_;
 };
 

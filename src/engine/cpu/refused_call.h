@@ -1,4 +1,5 @@
-// A call that this rank rejects: it tells everybody so, consumes its epoch, and moves nothing.
+// A call that this rank rejects: it tells everybody so, consumes its epoch, and moves nothing. It waits for no header, but for
+// the end of an earlier failed call of its copy: else that one could not end before this rank comes back to the lane.
 #pragma once
 #include "engine/cpu/call.h"
 
@@ -6,14 +7,19 @@ namespace turnout::engine {
 
 class RefusedCall final : public Call {
  public:
-  RefusedCall(std::shared_ptr<Context> context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts)
-      : Call(std::move(context), lane, epoch, first_epoch, facts) {
+  /// `before`: the call that used the copy last, if it is still closing.
+  RefusedCall(const std::shared_ptr<Context>& context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts,
+              std::shared_ptr<const Call> before)
+      : Call(context, lane, epoch, first_epoch, facts), before_(std::move(before)) {
     refuse();
   }
   bool progress() override {
     if (finished_) return false;
     const bool moved = exchange_headers();
-    if (all_headers_sent()) give_up();
+    if (all_headers_sent() && !(before_ && before_->closing())) {
+      finished_ = true;
+      stop();
+    }
     return moved || finished_;
   }
   bool sent() const override { return finished_; }
@@ -21,22 +27,16 @@ class RefusedCall final : public Call {
   Waiting waiting() const override {
     Waiting w;
     w.phase = "consumed";
+    w.for_arrival = true;  // of the peers at this call, which end earlier ones on their way
     for (int peer = 0; peer < context_->num_ranks; ++peer) {
-      if (peer != context_->rank && !header_sent(peer)) w.peers.push_back(peer);
+      if (peer != context_->rank && !(header_sent(peer) && (!before_ || before_->closed(peer)))) w.peers.push_back(peer);
     }
     return w;
   }
-  void give_up() noexcept override {
-    if (finished_) return;
-    finished_ = true;
-    try {
-      consume_all();
-    } catch (...) {
-      // The peers are gone; there is nobody to tell.
-    }
-  }
+  void give_up() noexcept override { finished_ = true; }
 
  private:
+  std::shared_ptr<const Call> before_;
   bool finished_ = false;
 };
 

@@ -2,9 +2,9 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
-#include <vector>
 
 #include "core/math.h"
+#include "engine/cpu/inline_vector.h"
 #include "turnout/types.h"
 
 namespace turnout::engine {
@@ -12,21 +12,21 @@ namespace turnout::engine {
 /// Byte offsets of the arrays of a result with some number of rows; in the receive region and in fresh memory alike.
 struct BlockFormat {
   size_t x = 0, scales = 0, topk_idx = 0, topk_weights = 0, num_bytes = 0;
-  std::vector<size_t> side;
+  PerSide<size_t> side;
 };
 
 struct RowFormat {
   // What a row consists of, in bytes; 0 where it has none.
   size_t x_bytes = 0;      ///< after quantisation
   size_t scale_bytes = 0;  ///< of fused quantisation
-  std::vector<size_t> side_bytes;
+  PerSide<size_t> side_bytes;
   size_t idx_bytes = 0;     ///< K local experts, int32; 0 if a handle knows them
   size_t weight_bytes = 0;  ///< K weights, fp32
 
   // Derived.
   size_t x_stride = 0;                               ///< between rows of a result: a multiple of 128
   size_t x_at = 0, scales_at = 0, record_bytes = 0;  ///< in a record; idx at 0, weights behind them
-  std::vector<size_t> side_at;
+  PerSide<size_t> side_at;
 
   void derive() {
     x_stride = up(x_bytes, 128);

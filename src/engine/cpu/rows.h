@@ -35,6 +35,14 @@ struct RowKernels {
                    bool in_double);
 };
 
+/// Asks for a row that another processor wrote, so that its lines travel at once and not one after the other. Rows that do
+/// not fit the first-level cache are left to the hardware.
+inline void prefetch_row(const void* row, size_t num_bytes) {
+  constexpr size_t kLine = 64, kMost = size_t{20} << 10;
+  if (num_bytes > kMost) return;
+  for (size_t at = 0; at < num_bytes; at += kLine) __builtin_prefetch(static_cast<const std::byte*>(row) + at);
+}
+
 /// The best instruction set of this processor, or the one TURNOUT_CPU_ISA names.
 Isa best_isa();
 /// REQUIRES: this processor has `isa` (see best_isa()).

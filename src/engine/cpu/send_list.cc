@@ -3,6 +3,9 @@
 
 #include <cstring>
 
+#include "engine/cpu/block_cache.h"
+#include "engine/cpu/inline_vector.h"
+
 namespace turnout::engine {
 
 namespace {
@@ -33,7 +36,7 @@ void copy_weights(internal::Routing& r, const TensorView& topk_weights) {
 
 std::shared_ptr<internal::Routing> list_sends(std::shared_ptr<const core::ExpertMap> experts, const TensorView& topk_idx,
                                               const TensorView& topk_weights, int64_t num_tokens) {
-  auto routing = std::make_shared<internal::Routing>();
+  auto routing = std::allocate_shared<internal::Routing>(CachedAllocator<internal::Routing>());
   internal::Routing& r = *routing;
   r.experts = std::move(experts);
   r.num_tokens = num_tokens;
@@ -45,7 +48,7 @@ std::shared_ptr<internal::Routing> list_sends(std::shared_ptr<const core::Expert
   const auto ranks = static_cast<size_t>(r.experts->num_ranks());
   const auto topk = static_cast<size_t>(r.num_topk);
   // `last[rank]` is the token last listed for a rank: tokens come in order, so it tells whether this one is listed already.
-  std::vector<int64_t> last(ranks, -1);
+  PerRank<int64_t> last, next;
   r.send_begin.assign(ranks + 1, 0);
   const auto for_each_pair = [&](auto&& body) {
     last.assign(ranks, -1);
@@ -63,7 +66,7 @@ std::shared_ptr<internal::Routing> list_sends(std::shared_ptr<const core::Expert
   for_each_pair([&](size_t rank, int64_t) { ++r.send_begin[rank + 1]; });
   for (size_t rank = 0; rank < ranks; ++rank) r.send_begin[rank + 1] += r.send_begin[rank];
   r.send_tokens.resize(static_cast<size_t>(r.send_begin[ranks]));
-  std::vector<int64_t> next(r.send_begin.begin(), r.send_begin.end() - 1);
+  next.append(r.send_begin.data(), ranks);
   for_each_pair([&](size_t rank, int64_t token) { r.send_tokens[static_cast<size_t>(next[rank]++)] = static_cast<int32_t>(token); });
   return routing;
 }

@@ -212,18 +212,18 @@ enum LocalFlag : int {
 };  // kPlaced + chunk: its pairs have their places
 /// Channels of a source: one per chunk of meta data, then one per block that announces rows.
 inline constexpr int kRowChannels = kMaxChunks;
-/// Tickets of a call, in LaneControl::tickets.
+/// Tickets of a call, in LaneControl::tickets: work that blocks share out, and roles that go by the order in which blocks start.
 enum Ticket : int {
-  kChunkTicket,
-  kRoleTicket,
-  kTokenTicket,
-  kRowTicket,
-  kPushTicket,
-  kReduceTicket,
-  kOwnTicket,
-  kSendRoleTicket,
-  kMetaRoleTicket,
-  kReceiveRoleTicket
+  kChunkTicket,        ///< plan: chunks of tokens
+  kMetaRoleTicket,     ///< meta: who makes the tables
+  kRoleTicket,         ///< admit and combine: who waits for what peers say
+  kTokenTicket,        ///< move: tokens to send,
+  kOwnTicket,          ///<   rows that stay,
+  kRowTicket,          ///<   rows that arrive
+  kSendRoleTicket,     ///< move: who sends
+  kReceiveRoleTicket,  ///< move, straight: who waits for the others
+  kPushTicket,         ///< combine: partial sums for others,
+  kReduceTicket        ///<   own tokens
 };
 
 /// Tokens are cut into chunks alike on every rank, so that all know how many chunks a source has.
@@ -264,12 +264,9 @@ struct CombineArgs {
   size_t block = 0;
   int64_t block_rows = 0;       ///< room; at least the sum of routing.sent
   int64_t record_bytes = 0;     ///< stride of a record, a multiple of 128
-  int64_t wire_row_bytes = 0;   ///< one row in the form of the wire, scales behind its elements
   int64_t side_offset = 0;      ///< in a record: [K] scalars
   int64_t mask_offset = 0;      ///< in a record: 64-bit mask of the k's that are in the sum
-  int64_t rows_per_record = 1;  ///< wire = rows: K rows, each at k * wire_row_stride
-  int64_t wire_row_stride = 0;
-  uint32_t* flags = nullptr;  ///< local signals, as in DispatchArgs
+  int64_t wire_row_stride = 0;  ///< wire = rows: K rows, each at k * wire_row_stride
 };
 
 }  // namespace turnout::engine::cuda

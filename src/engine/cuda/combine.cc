@@ -20,10 +20,10 @@ int64_t up(int64_t n, int64_t to) { return core::align_up(n, to); }
 void shape_record(CombineArgs& a) {
   const core::WireForm form = core::wire_form(a.wire, a.dtype);
   const auto size = static_cast<int64_t>(size_of(form.dtype));
-  a.wire_row_bytes = form.block_scaled ? (a.hidden + 3) / 4 * 4 + form.num_scales(a.hidden) * 4 : a.hidden * size;
-  a.rows_per_record = a.wire == Wire::rows ? a.num_topk : 1;
-  a.wire_row_stride = up(a.wire_row_bytes, 16);
-  a.side_offset = a.rows_per_record * a.wire_row_stride;
+  // Scales lie behind the elements. wire = rows: a row for each k.
+  const int64_t row_bytes = form.block_scaled ? (a.hidden + 3) / 4 * 4 + form.num_scales(a.hidden) * 4 : a.hidden * size;
+  a.wire_row_stride = up(row_bytes, 16);
+  a.side_offset = (a.wire == Wire::rows ? a.num_topk : 1) * a.wire_row_stride;
   const int64_t scalars = (a.has_side ? a.num_topk : 0) + (a.wire == Wire::rows && a.apply != CombineWeights::none ? a.num_topk : 0);
   // Weights lie behind the places of the side scalars, whether there are any or not.
   a.mask_offset = up(a.side_offset + (scalars ? 2 * a.num_topk * 4 : 0), 8);
@@ -59,7 +59,6 @@ std::unique_ptr<DevicePending> Engine::combine(const turnout::CombineArgs& args,
   a.num_topk = routing.num_topk;
   a.routing = pending->routing->view;
   a.node_of_rank = topology_.num_nodes() > 1 ? node_of_rank_ : nullptr;
-  a.flags = lanes_[static_cast<size_t>(args.lane)].flags;
   shape_record(a);
   // Room for what may come back: known for exact size, else each token from as many ranks as it can have gone to.
   const int64_t records = pending->routing->sent_total >= 0 ? pending->routing->sent_total : a.num_tokens * std::min(num_ranks_, a.num_topk);
@@ -77,7 +76,8 @@ std::unique_ptr<DevicePending> Engine::combine(const turnout::CombineArgs& args,
   a.out_stride = up(row_bytes, 16);
   const int64_t x_bytes = args.out.defined() ? 0 : up(a.num_tokens * a.out_stride, 128);
   const int64_t lost_bytes = up(a.num_tokens * 4, 128), side_bytes = a.has_side ? a.num_tokens * a.num_topk * 4 : 0;
-  pending->result = std::make_shared<Hold>(shared_, shared_->results, static_cast<size_t>(std::max<int64_t>(x_bytes + lost_bytes + side_bytes, 128)), stream);
+  pending->result =
+      std::make_shared<Hold>(shared_, shared_->results, static_cast<size_t>(std::max<int64_t>(x_bytes + lost_bytes + side_bytes, 128)), stream);
   std::byte* base = pending->result->data();
   a.out = base;
   if (args.out.defined()) {

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <chrono>
 
+#include "engine/cuda/carver.h"
 #include "engine/cuda/engine.h"
 #include "engine/cuda/kernels.h"
 #include "engine/cuda/pending.h"
@@ -17,23 +18,6 @@ using transport::device::CurrentDevice;
 namespace {
 
 int64_t up(int64_t n, int64_t to) { return core::align_up(n, to); }
-
-/// Offsets of the arrays of a routing: first with no base, for the size; then with one.
-class Carver {
- public:
-  explicit Carver(std::byte* base) : base_(base) {}
-  template <class T>
-  T* take(int64_t n) {
-    const int64_t here = at_;
-    at_ = up(at_ + n * static_cast<int64_t>(sizeof(T)), 128);
-    return base_ ? reinterpret_cast<T*>(base_ + here) : nullptr;
-  }
-  size_t num_bytes() const { return static_cast<size_t>(at_); }
-
- private:
-  std::byte* base_;
-  int64_t at_ = 0;
-};
 
 size_t carve_source_side(Routing& r, std::byte* base, int64_t tokens, int topk, bool has_weights, int num_ranks, int num_local) {
   Carver at(base);

@@ -4,10 +4,10 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <set>
 #include <string>
 
 #include "core/routing.h"
+#include "engine/cuda/carver.h"
 #include "engine/cuda/kernels.h"
 #include "engine/cuda/sizes.h"
 #include "transport/device/driver.h"
@@ -44,25 +44,9 @@ std::shared_ptr<CUstream_st> new_stream(int device) {
 
 namespace {
 
-/// Hands out parts of one allocation.
-class Carver {
- public:
-  explicit Carver(std::byte* base) : base_(base) {}
-  template <class T>
-  T* take(int64_t n) {
-    const size_t here = at_;
-    at_ = static_cast<size_t>(core::align_up(static_cast<int64_t>(at_ + static_cast<size_t>(n) * sizeof(T)), 256));
-    return base_ ? reinterpret_cast<T*>(base_ + here) : nullptr;
-  }
-  size_t num_bytes() const { return at_; }
-
- private:
-  std::byte* base_;
-  size_t at_ = 0;
-};
-
 core::ExpertMap map_of(const BufferConfig& config, int num_ranks) {
-  return config.expert_to_rank.empty() ? core::ExpertMap::split(config.num_experts, num_ranks) : core::ExpertMap::of(config.expert_to_rank, num_ranks);
+  return config.expert_to_rank.empty() ? core::ExpertMap::split(config.num_experts, num_ranks)
+                                       : core::ExpertMap::of(config.expert_to_rank, num_ranks);
 }
 
 void load_kernels(int device) {
@@ -86,13 +70,19 @@ void refuse_capture() {
 }  // namespace
 
 Engine::Engine(DeviceEngineSetup setup)
-    : bootstrap_(setup.bootstrap), host_(setup.host), topology_(setup.topology), config_(setup.config), device_(setup.device), rank_(setup.bootstrap.rank()),
+    : bootstrap_(setup.bootstrap),
+      host_(setup.host),
+      topology_(setup.topology),
+      config_(setup.config),
+      device_(setup.device),
+      rank_(setup.bootstrap.rank()),
       num_ranks_(setup.bootstrap.num_ranks()) {
   CurrentDevice current(device_);
   refuse_capture();
   if (num_ranks_ > kMaxRanks) throw InvalidArgument("Buffer: " + std::to_string(num_ranks_) + " ranks on GPUs, at most " + std::to_string(kMaxRanks));
   if (plan_groups(num_ranks_, config_.num_experts) == 0) {
-    throw InvalidArgument("Buffer: num_experts is " + std::to_string(config_.num_experts) + ", more than a GPU's shared memory can count at once (about 20000)");
+    throw InvalidArgument("Buffer: num_experts is " + std::to_string(config_.num_experts) +
+                          ", more than a GPU's shared memory can count at once (about 20000)");
   }
   const Arena arena = Arena::of(arena_shape(config_, num_ranks_));
   shared_ = std::make_shared<Shared>(std::move(setup.window), arena, device_, setup.allocator);
@@ -234,7 +224,8 @@ void Engine::set_experts(const std::vector<int>& expert_to_rank) {
 
 namespace {
 
-constexpr std::array<const char*, 9> kPhases = {"?", "header", "offer", "ids of rows", "rows", "partial sums", "other blocks", "rows", "partial sums"};
+constexpr std::array<const char*, 9> kPhases = {"?",    "header",      "offer", "ids of rows", "rows", "partial sums", "other blocks",
+                                                "rows", "partial sums"};
 
 /// What the device noted, in the terms of the public errors.
 WaitRecord public_record(const DeviceRecord& r) {
@@ -280,7 +271,8 @@ void Engine::throw_abort(const DeviceRecord& own) {
     throw PeerFailed("rank " + std::to_string(gone) + " is gone: its process has ended; this Buffer is aborted until recover()", w);
   }
   DeviceRecord theirs;
-  check(cudaMemcpyAsync(&theirs, shared_->window->local() + shared_->arena.status + kAbortRecordOffset, sizeof theirs, cudaMemcpyDeviceToHost, side_stream_),
+  check(cudaMemcpyAsync(&theirs, shared_->window->local() + shared_->arena.status + kAbortRecordOffset, sizeof theirs, cudaMemcpyDeviceToHost,
+                        side_stream_),
         "cudaMemcpy");
   check(cudaStreamSynchronize(side_stream_), "reading why the Buffer was aborted");
   throw PeerTimeout(public_record(theirs).to_string() + " (found by rank " + std::to_string(theirs.finder) + ")", public_record(theirs));
@@ -295,10 +287,12 @@ void Engine::throw_record() {
   }
   CurrentDevice current(device_);
   std::string message;
-  if (r.state == 3) message = std::string(static_cast<CallKind>(r.call) == CallKind::combine ? "combine" : "dispatch") + ": refused by rank " + std::to_string(r.peer) + ", whose own error says why";
+  if (r.state == 3)
+    message = std::string(static_cast<CallKind>(r.call) == CallKind::combine ? "combine" : "dispatch") + ": refused by rank " +
+              std::to_string(r.peer) + ", whose own error says why";
   if (r.state == 4) {
-    message = "dispatch: topk_idx[" + std::to_string(r.expected) + "][" + std::to_string(r.k) + "] is " + std::to_string(r.value) + ", but experts are 0 to " +
-              std::to_string(config_.num_experts - 1) + ", and -1 is none";
+    message = "dispatch: topk_idx[" + std::to_string(r.expected) + "][" + std::to_string(r.k) + "] is " + std::to_string(r.value) +
+              ", but experts are 0 to " + std::to_string(config_.num_experts - 1) + ", and -1 is none";
   }
   if (r.state == 2) {
     const Arena& arena = shared_->arena;
@@ -306,12 +300,15 @@ void Engine::throw_record() {
     std::vector<CallFacts> facts;
     for (int s = 0; s < num_ranks_; ++s) {
       std::vector<uint32_t> words_of(arena.header_bytes / 4);
-      check(cudaMemcpyAsync(words_of.data(), shared_->window->local() + arena.header_at(r.lane, copy, s), arena.header_bytes, cudaMemcpyDeviceToHost, side_stream_),
+      check(cudaMemcpyAsync(words_of.data(), shared_->window->local() + arena.header_at(r.lane, copy, s), arena.header_bytes, cudaMemcpyDeviceToHost,
+                            side_stream_),
             "cudaMemcpy");
       check(cudaStreamSynchronize(side_stream_), "reading headers");
       std::array<int64_t, HeaderInts::kNumFacts> values;
       for (int i = 0; i < HeaderInts::kNumFacts; ++i) {
-        const auto at = [&](int payload) { return static_cast<uint64_t>(words_of[static_cast<size_t>(payload / kWordPayload * 4 + payload % kWordPayload)]); };
+        const auto at = [&](int payload) {
+          return static_cast<uint64_t>(words_of[static_cast<size_t>(payload / kWordPayload * 4 + payload % kWordPayload)]);
+        };
         values[static_cast<size_t>(i)] = static_cast<int64_t>(at(HeaderInts::kFactValues + 2 * i) | at(HeaderInts::kFactValues + 2 * i + 1) << 32);
       }
       CallFacts f;

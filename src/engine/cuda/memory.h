@@ -83,8 +83,8 @@ class Memory {
   cudaStream_t stream_;  ///< of allocations; nothing that waits is ever on it
   std::mutex mutex_;
   Fences fences_;
-  std::multimap<size_t, std::byte*> free_;                            ///< by size
-  std::map<uint64_t, std::multimap<size_t, std::byte*>> captured_;    ///< free again within their capture only
+  std::multimap<size_t, std::byte*> free_;                          ///< by size
+  std::map<uint64_t, std::multimap<size_t, std::byte*>> captured_;  ///< free again within their capture only
   std::vector<std::byte*> all_;
 };
 

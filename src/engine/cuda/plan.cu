@@ -338,18 +338,19 @@ __device__ void send_meta(const DispatchArgs& a, const Shared& s, const Places& 
 /// Once the tables are there. False: given up.
 __device__ bool gather_places(const DispatchArgs& a, Call call, Places* places) {
   const Common& c = a.common;
-  bool good = threadIdx.x == 0 ? wait_local(c, call.epoch, &a.flags[kPlanReady]) : true;
-  if (!__syncthreads_and(good)) return false;
-  for (int d = static_cast<int>(threadIdx.x); good && d < c.team.num_ranks; d += kThreads) {
+  const bool ready = threadIdx.x == 0 ? wait_local(c, call.epoch, &a.flags[kPlanReady]) : true;
+  if (!__syncthreads_and(ready)) return false;
+  if (!gather_offers(c, call, places->offers)) return false;
+  for (int d = static_cast<int>(threadIdx.x); d < c.team.num_ranks; d += kThreads) {
     places->begin[d] = __ldcg(&a.routing.send_begin[d]);
-    good = wait_offer(c, call, d, &places->offers[d]);
     std::byte* block = offered_block(c, d, places->offers[d]);
     const BlockOffsets offsets = block_offsets(a, places->offers[d].rows);
     places->idx[d] = reinterpret_cast<int32_t*>(block + offsets.idx);
     places->pair[d] = reinterpret_cast<int32_t*>(block + offsets.pair);
     places->weights[d] = reinterpret_cast<float*>(block + offsets.weights);
   }
-  return __syncthreads_and(good);
+  __syncthreads();
+  return true;
 }
 
 __device__ void send_offers(const DispatchArgs& a, Call call) {

@@ -8,9 +8,7 @@
 namespace turnout::engine::cuda {
 
 /// Rows that arrive at a rank in a call with a balanced routing.
-inline int64_t balanced_rows(const BufferConfig& c, int num_ranks) {
-  return c.max_tokens_per_rank * std::max(1, std::min(c.max_topk, num_ranks));
-}
+inline int64_t balanced_rows(const BufferConfig& c, int num_ranks) { return c.max_tokens_per_rank * std::max(1, std::min(c.max_topk, num_ranks)); }
 
 inline int64_t row_stride_of(const BufferConfig& c) {
   const int64_t row = c.hidden * static_cast<int64_t>(size_of(c.dtype));

@@ -109,11 +109,12 @@ class InprocWindow final : public Window {
   void progress() override {
     if (scheduler_) deliver();
   }
-  uint32_t ticket() const override { return mine().bell.ticket(); }
-  void idle(uint32_t ticket, std::chrono::nanoseconds spin) override {
-    if (!scheduler_ || !deliver()) mine().bell.wait(ticket, spin);
+  uint32_t arm() override { return mine().bell.arm(); }
+  void sleep(uint32_t ticket) override {
+    if (!scheduler_ || !deliver()) mine().bell.sleep(ticket);
     else std::this_thread::yield();  // what is under way lands by time, not by a ring
   }
+  void disarm() override { mine().bell.disarm(); }
 
  private:
   Region& mine() const { return *regions_[static_cast<size_t>(rank_)]; }

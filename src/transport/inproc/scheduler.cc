@@ -6,7 +6,7 @@
 namespace turnout::transport {
 
 namespace {
-constexpr uint64_t kMostOvertakers = 8;
+constexpr uint64_t kMostOvertakers = 32;
 /// A source that issues nothing for so long is taken to wait: what it issued lands, one operation a call, in order of turns.
 constexpr std::chrono::microseconds kSilence{50};
 }  // namespace

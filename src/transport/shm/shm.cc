@@ -20,14 +20,13 @@
 #include "transport/agree.h"
 #include "transport/descriptor.h"
 #include "transport/doorbell.h"
+#include "transport/window_bytes.h"
 
 namespace turnout::transport {
 
 namespace {
 
-constexpr size_t kPage = 4096;
 constexpr size_t kMostBytes = size_t{1} << 62;
-constexpr size_t up(size_t n) { return (n + kPage - 1) / kPage * kPage; }
 
 /// What a rank's process tells of itself: in its control file.
 struct Control {
@@ -40,9 +39,9 @@ class ShmWindow final : public Window {
  public:
   ShmWindow(Bootstrap& bootstrap, std::string_view label, size_t num_bytes, int num_signals)
       : rank_(bootstrap.rank()), num_bytes_(num_bytes), num_signals_(num_signals) {
-    data_at_ = up(sizeof(Doorbell) + static_cast<size_t>(num_signals) * sizeof(std::atomic<uint64_t>));
+    data_at_ = window_data_at(num_signals);
     // A size that no address can reach stays one after rounding up, so that the kernel refuses it.
-    const size_t total = num_bytes > kMostBytes ? kMostBytes : data_at_ + up(num_bytes ? num_bytes : 1);
+    const size_t total = num_bytes > kMostBytes ? kMostBytes : window_bytes(num_bytes, num_signals);
     const std::string facts = std::to_string(num_bytes) + " bytes and " + std::to_string(num_signals) + " signals";
     memory_ = share_memory(bootstrap, "window " + std::string(label), facts, total, [&](std::byte* mine) {
       new (mine) Doorbell;
@@ -63,8 +62,9 @@ class ShmWindow final : public Window {
     bell(peer).ring();
   }
   uint64_t read(int index) const override { return signal_at(rank_, index).load(std::memory_order_acquire); }
-  uint32_t ticket() const override { return bell(rank_).ticket(); }
-  void idle(uint32_t ticket, std::chrono::nanoseconds spin) override { bell(rank_).wait(ticket, spin); }
+  uint32_t arm() override { return bell(rank_).arm(); }
+  void sleep(uint32_t ticket) override { bell(rank_).sleep(ticket); }
+  void disarm() override { bell(rank_).disarm(); }
 
  private:
   std::byte* data(int peer) const { return memory_[static_cast<size_t>(peer)].map.data() + data_at_; }

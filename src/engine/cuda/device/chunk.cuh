@@ -159,8 +159,7 @@ template <class T>
 __device__ __forceinline__ Chunk<T> load_wire(core::WireForm form, const std::byte* row, int64_t begin, int64_t hidden) {
   if (!form.block_scaled) return load_chunk<T>(form.dtype, row, begin, hidden);
   Chunk<T> c;
-  const float scale =
-      begin < hidden ? reinterpret_cast<const volatile float*>(row + wire_scales_at(hidden))[begin / core::kScaleBlock] : 0.0f;
+  const float scale = begin < hidden ? reinterpret_cast<const volatile float*>(row + wire_scales_at(hidden))[begin / core::kScaleBlock] : 0.0f;
 #pragma unroll
   for (int i = 0; i < kChunk; ++i) {
     c.v[i] = begin + i < hidden ? static_cast<T>(core::dequantize(detail::load_plain<uint8_t>(row + begin + i), scale)) : T{0};

@@ -23,9 +23,7 @@ __device__ inline bool start_call(const CombineArgs& a, Call call, int role, Off
       send_offer(c, call, d, a.block, a.block_rows, 0);
     good = receive_headers(c, call, HeaderInts::kRows, facts, [](int, int, uint32_t) {});
   }
-  for (int d = static_cast<int>(threadIdx.x); good && d < c.team.num_ranks; d += static_cast<int>(blockDim.x))
-    good = wait_offer(c, call, d, &offers[d]);
-  return __syncthreads_and(good);
+  return __syncthreads_and(good) && gather_offers(c, call, offers);
 }
 
 /// What a failed call leaves: NaN, or 0 for scalars. `first` and `step` count warps.

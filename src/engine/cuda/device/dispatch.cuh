@@ -14,13 +14,6 @@ __device__ inline void clear_counts(const DispatchArgs& a) {
   if (threadIdx.x == 0) *a.routing.num_rows = *a.routing.num_dropped = 0;
 }
 
-__device__ inline bool gather_offers(const Common& c, Call call, Offer* offers) {
-  bool good = true;
-  for (int d = static_cast<int>(threadIdx.x); good && d < c.team.num_ranks; d += static_cast<int>(blockDim.x))
-    good = wait_offer(c, call, d, &offers[d]);
-  return __syncthreads_and(good);
-}
-
 /// Straight: tells every rank that this block has written all it will. The whole block calls it, once its rows are visible to its
 /// own threads.
 __device__ inline void signal_channel(const Common& c, Call call) {

@@ -97,7 +97,7 @@ bool aligned(const void* p, int64_t a) { return (reinterpret_cast<uintptr_t>(p) 
 }  // namespace
 
 bool can_combine_bulk(const CombineArgs& a) {
-  if (!has_bulk() || (a.dtype != DType::bf16 && a.dtype != DType::fp16) || a.wire != Wire::payload || a.side || a.node_of_rank) return false;
+  if (!has_bulk() || (a.dtype != DType::bf16 && a.dtype != DType::fp16) || a.wire != Wire::payload || a.has_side || a.node_of_rank) return false;
   if (a.num_topk > 32 || a.num_tokens >= 1 << 24 || a.hidden % 8 != 0 || a.hidden < 8 || each_of(a.hidden) == 0) return false;
   return aligned(a.y, a.y_stride) && aligned(a.out, a.out_stride) && combine_shape(a, 1).stages >= 6;
 }

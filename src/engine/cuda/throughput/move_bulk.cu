@@ -363,7 +363,7 @@ bool aligned(const void* p, int64_t a = 0, int64_t b = 0) {
 }  // namespace
 
 bool can_move_bulk(const DispatchArgs& a) {
-  if (!has_bulk() || a.first_row != 0 || a.num_tokens >= 1 << 25 || a.block_rows >= 1 << 25) return false;
+  if (!has_bulk() || a.first_row != 0 || a.x_bytes == 0 || a.num_tokens >= 1 << 25 || a.block_rows >= 1 << 25) return false;
   if (!aligned(a.x, a.x_stride, a.x_bytes) || !aligned(nullptr, a.x_block_stride)) return false;
   if (!a.straight && !aligned(a.out_x, a.out_stride)) return false;
   if (a.quantize != Quantize::none) {
@@ -372,7 +372,7 @@ bool can_move_bulk(const DispatchArgs& a) {
   }
   for (int s = 0; s < a.num_side; ++s) {
     const SideArray& side = a.side[s];
-    if (!aligned(side.src, side.src_stride, side.bytes) || (!a.straight && !aligned(side.out))) return false;
+    if (side.bytes == 0 || !aligned(side.src, side.src_stride, side.bytes) || (!a.straight && !aligned(side.out))) return false;
   }
   const MoveShape p = move_shape(a, 1);
   return p.zero_at / p.stage_bytes >= 4;  // rows so long that no ring holds them go the general way

@@ -1,0 +1,172 @@
+// The command as its users meet it: what is wrong is said in one line that names the option, the status is 2, and no rank was started.
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+
+#include <array>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <string>
+
+#include "tools/report.h"
+
+namespace turnout::tools {
+namespace {
+
+struct Answer {
+  int status;
+  std::string text;  ///< both streams
+};
+
+/// Words as a shell takes them.
+Answer ask(const std::string& words) {
+  const std::string line = "timeout 60 " TURNOUT_COMMAND " " + words + " 2>&1 </dev/null";
+  FILE* pipe = popen(line.c_str(), "r");
+  if (!pipe) return {-1, "no shell"};
+  Answer answer{0, ""};
+  std::array<char, 4096> buffer;
+  for (size_t n = 0; (n = std::fread(buffer.data(), 1, buffer.size(), pipe)) > 0;) answer.text.append(buffer.data(), n);
+  const int status = pclose(pipe);
+  answer.status = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+  return answer;
+}
+
+void expect_refused(const std::string& words, const std::string& why) {
+  const Answer a = ask(words);
+  EXPECT_EQ(a.status, 2) << words << "\n" << a.text;
+  EXPECT_NE(a.text.find(why), std::string::npos) << words << "\n" << a.text;
+  EXPECT_EQ(a.text.find("turnout launch: rank"), std::string::npos) << words << ": ranks were started\n" << a.text;
+  EXPECT_LT(a.text.size(), 500u) << words;
+}
+
+class Folder {
+ public:
+  Folder() : path_(testing::TempDir() + "turnout_command_XXXXXX") {
+    if (!mkdtemp(path_.data())) throw std::runtime_error("mkdtemp");
+  }
+  ~Folder() { std::filesystem::remove_all(path_); }
+  std::string file(const std::string& name, const std::string& content) const {
+    std::ofstream(path_ + "/" + name, std::ios::binary) << content;
+    return path_ + "/" + name;
+  }
+  std::string path() const { return path_; }
+
+ private:
+  std::string path_;
+};
+
+TEST(Command, RefusesWhatIsNoCommand) {
+  expect_refused("", "subcommand is required");
+  expect_refused("lunch", "there is no command 'lunch'");
+  expect_refused("version now", "not expected: now");
+  expect_refused("--loud", "--help");
+  EXPECT_EQ(ask("--help").status, 0);
+  EXPECT_EQ(ask("bench --help").status, 0);
+  EXPECT_EQ(ask("version").text.find(ask("--version").text), 0u);  // then the GPUs, or why none can be used
+}
+
+TEST(Command, LaunchRefuses) {
+  expect_refused("launch", "--ranks is required");
+  expect_refused("launch -n 2", "program is required");
+  for (const char* n : {"0", "-1", "two", "1.5", "5000", "99999999999999999999", "\"\""})
+    expect_refused("launch -n " + std::string(n) + " -- true", "1 to 4096");
+  for (const char* s : {"0", "-1", "nan", "inf", "1e300", "soon"})
+    expect_refused("launch -n 1 --timeout " + std::string(s) + " -- true", "number of seconds");
+  expect_refused("launch -n 2 ls -l", "write -- before the program");
+  EXPECT_EQ(ask("launch -n 2 -- ''").status, 127);
+  EXPECT_EQ(ask("launch -n 2 -- /").status, 126);
+}
+
+TEST(Command, BenchRefusesNumbers) {
+  for (const char* n : {"0", "-3", "257", "x", "99999999999999999999"}) expect_refused("bench --ranks " + std::string(n), "1 to 256");
+  for (const char* n : {"-1", "1.5", "4294967296", "99999999999999999999"}) expect_refused("bench --tokens " + std::string(n), "--tokens");
+  for (const char* n : {"0", "-1", "9000000000000000000"}) expect_refused("bench --hidden " + std::string(n), "1 to 16777216");
+  for (const char* n : {"0", "65"}) expect_refused("bench --top-k " + std::string(n), "1 to 64");
+  for (const char* n : {"0", "2147483647"}) expect_refused("bench --experts " + std::string(n), "1 to 1048576");
+  for (const char* n : {"-1", "abc"}) expect_refused("bench --seed " + std::string(n), "--seed");
+  for (const char* n : {"0", "1000"}) expect_refused("bench --num-threads " + std::string(n), "1 to 256");
+  expect_refused("bench --iters 0", "1 to 1000000");
+  for (const char* n : {"-1", "nan", "1e9"}) expect_refused("bench --seconds " + std::string(n), "0 to 3600");
+  expect_refused("bench --size capacity --capacity -5", "--capacity");
+  expect_refused("bench --capacity 5", "needs --size capacity");
+  expect_refused("bench --tokens 1000000000", "GiB");
+  expect_refused("bench --tokens 8 --size capacity --capacity 2000000000", "GiB");
+  expect_refused("bench --op construct --arena-mib 1", "headers and staging alone");
+}
+
+TEST(Command, BenchRefusesWords) {
+  for (const char* option : {"placement", "model", "dtype", "mode", "layout", "op", "size", "result", "wire", "routing", "transport"}) {
+    expect_refused("bench --" + std::string(option) + " nonsense", "nonsense is unknown");
+  }
+  expect_refused("bench --model ''", "is unknown");
+  expect_refused("bench --model DeepSeek-V3 --hidden 64", "excludes --hidden");
+  expect_refused("bench --wire rows", "needs --layout expert_major");
+  expect_refused("bench --layout expert_slab", "needs --size capacity");
+  expect_refused("bench --transport inproc", "needs --placement threads");
+  expect_refused("bench --json ''", "--json needs the name");
+  expect_refused("bench --json /", "is a folder");
+  expect_refused("bench --json /does/not/exist.json", "cannot be written");
+  expect_refused("bench --loud", "not expected");
+  expect_refused("bench more", "not expected");
+}
+
+TEST(Command, BenchRefusesRoutings) {
+  const Folder folder;
+  for (const char* s : {"", "1.2x", "-1", "nan", "1e999", "101"}) expect_refused("bench --routing zipf:" + std::string(s), "expected zipf:S");
+  expect_refused("bench --routing text:", "cannot read the text file");
+  expect_refused("bench --routing text:" + folder.path(), "not a regular file");
+  expect_refused("bench --routing text:/dev/zero", "not a regular file");
+  expect_refused("bench --routing text:" + folder.file("empty", "...\n"), "holds no words");
+  expect_refused("bench --routing /does/not/exist.npy", "cannot read the routing file");
+  expect_refused("bench --routing " + folder.file("text.npy", "hello"), "does not begin as one");
+  // The only bad id stands behind what ranks would use.
+  std::string header = "{'descr': '<i4', 'fortran_order': False, 'shape': (3, 1), }\n";
+  std::string content =
+      std::string("\x93NUMPY\x01\x00", 8) + static_cast<char>(header.size()) + '\0' + header + std::string("\1\0\0\0\2\0\0\0\7\0\0\0", 12);
+  const std::string file = folder.file("ids.npy", content);
+  expect_refused("bench --tokens 1 --top-k 1 --experts 4 --routing " + file, "row 2 names expert 7");
+  expect_refused("bench --tokens 1 --routing " + file, "give --top-k 1");
+}
+
+TEST(Command, DemoAndSelftestRefuse) {
+  for (const char* option : {"placement", "dtype", "mode", "wire"})
+    expect_refused("demo --" + std::string(option) + " nonsense", "nonsense is unknown");
+  expect_refused("demo --text /does/not/exist", "cannot read the text file");
+  expect_refused("demo --text /", "not a regular file");
+  expect_refused("demo --ranks 0", "1 to 256");
+  expect_refused("selftest --ranks 300", "1 to 256");
+  expect_refused("selftest --transport nonsense", "nonsense is unknown");
+  expect_refused("selftest --json /does/not/exist.json", "cannot be written");
+}
+
+TEST(Command, JsonOnStandardOutputIsTheReportAlone) {
+  for (const char* op : {"both", "construct"}) {
+    const Answer a = ask("bench --placement threads --tokens 8 --hidden 64 --iters 3 --json - --op " + std::string(op));
+    EXPECT_EQ(a.status, 0) << a.text;
+    EXPECT_EQ(report_problems(a.text), std::vector<std::string>{}) << a.text;
+    EXPECT_NE(a.text.find("\"verified\": true"), std::string::npos);
+  }
+}
+
+TEST(Command, EveryModelRuns) {
+  const Answer list = ask("bench --model nonsense");
+  size_t models = 0;
+  for (size_t at = list.text.find("one of ") + 7, end = 0; end != std::string::npos; at = end + 2, ++models) {
+    end = list.text.find(", ", at);
+    const std::string name = list.text.substr(at, end == std::string::npos ? list.text.find('\n', at) - at : end - at);
+    const Answer a = ask("bench --placement threads --tokens 8 --iters 2 --model " + name);
+    EXPECT_EQ(a.status, 0) << name << "\n" << a.text;
+    EXPECT_NE(a.text.find("verified against the reference"), std::string::npos) << name << "\n" << a.text;
+  }
+  EXPECT_EQ(models, 12u);
+}
+
+// Bytes are those of rows that have a place: with a capacity of none nothing crosses.
+TEST(Command, DroppedRowsAreNotCounted) {
+  const Answer a = ask("bench --placement threads --tokens 8 --hidden 64 --iters 2 --size capacity --capacity 0 --json -");
+  EXPECT_EQ(a.status, 0) << a.text;
+  EXPECT_NE(a.text.find("\"total_bytes\": 0"), std::string::npos) << a.text;
+}
+
+}  // namespace
+}  // namespace turnout::tools
