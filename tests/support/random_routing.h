@@ -187,6 +187,10 @@ inline RandomProblem random_problem(uint64_t seed, const RandomLimits& limits) {
   if (d.layout == Layout::expert_major) d.alignment = static_cast<int>(random.one_of(std::vector<int>{1, 1, 3, 8, 16}));
   const bool can_quantize = d.dtype == DType::bf16 || d.dtype == DType::fp16 || d.dtype == DType::fp32;
   if (limits.quantize && can_quantize && random.chance(0.3)) d.quantize = random.chance(0.5) ? Quantize::fp8_e4m3 : Quantize::fp8_e4m3_ue8m0;
+  if (limits.aligned && d.quantize != Quantize::none) {  // scales of whole 16-byte words, too
+    const int64_t to = d.quantize == Quantize::fp8_e4m3 ? 512 : 2048;
+    d.hidden = (d.hidden + to - 1) / to * to;
+  }
   for (int64_t i = limits.side ? random.below(3) : 0; i > 0; --i) {
     p.side_dtypes.push_back(random.one_of(std::vector<DType>{DType::fp32, DType::u8, DType::bf16}));
     d.side_bytes.push_back(static_cast<size_t>(random.between(1, 5)) * (limits.aligned ? 16 : size_of(p.side_dtypes.back())));
@@ -211,6 +215,7 @@ inline RandomProblem random_problem(uint64_t seed, const RandomLimits& limits) {
   p.wire = random.one_of(std::vector<Wire>{Wire::payload, Wire::fp32, Wire::fp8, Wire::rows});
   if (p.wire == Wire::rows && by_rank) p.wire = Wire::payload;
   p.with_side = random.chance(0.4);
+  if (limits.aligned && random.chance(0.6)) p.wire = Wire::payload, p.with_side = false;
   p.specials = limits.specials;
   return p;
 }

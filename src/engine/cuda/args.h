@@ -158,8 +158,10 @@ struct DispatchArgs {
   bool straight = false;
   int move_blocks = 1;  ///< grid of the move kernel
   /// plan, admit and move follow each other without anything between: each may start while the one before it runs, and waits for
-  /// what it needs of it.
+  /// what it needs of it. A move kernel of more than kFewBlocks starts only when all ranks have told their counts: before that it
+  /// could keep out, for as long as a peer is late, what the peer waits for (a collective of another library, say).
   bool chained = false;
+  static constexpr int kFewBlocks = 32;
   Layout layout = Layout::rank_major;
   int64_t capacity = -1;  ///< of the layout; -1: exact
   int alignment = 1;
@@ -201,15 +203,21 @@ TURNOUT_HOST_DEVICE constexpr int64_t side_offset(const DispatchArgs& a, const B
   return at;
 }
 
+/// What a rank says in its offer about the rows that it sends and receives.
+TURNOUT_HOST_DEVICE constexpr uint32_t offered_channels(const DispatchArgs& a) {
+  return static_cast<uint32_t>(a.move_blocks) | (a.straight ? kRowsStay : 0);
+}
+
 /// Tokens are counted in at most so many chunks.
 inline constexpr int kMaxChunks = 64;
 /// Local signals after the chunks' own (in DispatchArgs::flags).
 enum LocalFlag : int {
-  kPlanReady = kMaxChunks,
-  kAdmitted,
-  kPlaced,
+  kPlanReady = kMaxChunks,  ///< headers have come, tables of rows are made
+  kCounted,                 ///< counts and offsets of experts are those of the result
+  kAdmitted,                ///< ids of received rows have come too
+  kPlaced,                  ///< kPlaced + chunk: its pairs have their places
   kNumFlags = kPlaced + kMaxChunks
-};  // kPlaced + chunk: its pairs have their places
+};
 /// Channels of a source: one per chunk of meta data, then one per block that announces rows.
 inline constexpr int kRowChannels = kMaxChunks;
 /// Tickets of a call, in LaneControl::tickets: work that blocks share out, and roles that go by the order in which blocks start.

@@ -5,6 +5,7 @@
 #include "engine/cuda/engine.h"
 #include "engine/cuda/kernels.h"
 #include "engine/cuda/pending.h"
+#include "engine/cuda/throughput/bulk.h"
 #include "transport/device/driver.h"
 
 namespace turnout::engine::cuda {
@@ -88,7 +89,8 @@ std::unique_ptr<DevicePending> Engine::combine(const turnout::CombineArgs& args,
   a.out_side = a.has_side ? reinterpret_cast<float*>(base + x_bytes + lost_bytes) : nullptr;
 
   LaneState& lane = lanes_[static_cast<size_t>(args.lane)];
-  check(launch_combine(a, true, receive_now, blocks(args.num_sms > 0 ? args.num_sms : num_sms_), stream), "combine kernel");
+  const int sms = args.num_sms > 0 ? args.num_sms : num_sms_;
+  check(launch_combine(a, true, receive_now, receive_now && can_combine_bulk(a) ? bulk_blocks(sms) : blocks(sms), stream), "combine kernel");
   ++lane.num_sends;
   ++lane.outstanding;
   pending->epoch = lane.num_sends;

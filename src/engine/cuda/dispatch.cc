@@ -257,10 +257,10 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
   }
   // Bulk copies need few SMs where they only send; offers say how many blocks will announce.
   const bool bulk = can_move_bulk(a);
-  if (bulk && args.num_sms <= 0) a.move_blocks = blocks(default_move_sms(a));
+  if (bulk) a.move_blocks = bulk_blocks(args.num_sms > 0 ? args.num_sms : default_move_sms(a));
   // Kernels that wait for the ones before them while they hold SMs must not keep out what those wait for: another rank's kernels on
-  // this GPU. So only alone on it, and only with few blocks.
-  a.chained = bulk && a.straight && a.move_blocks <= 32 && sharers_ == 1 && !cached && !planned && receive_now;
+  // this GPU. So only alone on it.
+  a.chained = bulk && sharers_ == 1 && !cached && !planned && receive_now;
   if (args.receive == Receive::resident && !receive_now) {
     pending->counters = std::make_shared<Hold>(shared_, shared_->own, static_cast<size_t>(num_ranks_) * 8, stream);
     a.arrived = reinterpret_cast<int64_t*>(pending->counters->data());
@@ -268,7 +268,7 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
   }
 
   if (cached) {
-    check(launch_hello(a.common, a.block, a.block_rows, a.move_blocks, false, stream), "hello kernel");
+    check(launch_hello(a.common, a.block, a.block_rows, offered_channels(a), false, stream), "hello kernel");
   } else if (planned) {
     check(launch_meta(a, num_ranks_, config_.num_experts, plan_blocks, stream), "meta kernel");
   } else {

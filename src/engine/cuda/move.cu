@@ -1,6 +1,6 @@
-// Last kernel of a dispatch: rows. A warp moves a row. Straight: rows go to their final place in the block that the destination
-// offered, and each sending block announces once, at its end. Else rows are announced one by one, and the destination lays them
-// out as they arrive. The rows that stay on a rank are laid out from x itself.
+// Last kernel of a dispatch: rows. A warp moves a row. Where the destination says that rows stay, they have gone to their final place
+// in the block that it offered, and each sending block announces once, at its end. Else rows are announced one by one, and the
+// destination lays them out as they arrive. The rows that stay on a rank are laid out from x itself.
 #include "engine/cuda/device/chunk.cuh"
 #include "engine/cuda/device/dispatch.cuh"
 #include "engine/cuda/kernels.h"
@@ -60,7 +60,7 @@ __device__ void send_rows(const DispatchArgs& a, const Offer* offers, Call call,
         const int64_t row = static_cast<int64_t>(a.routing.send_begin[d]) + i - a.first_row;
         if (row < 0 || row >= offers[d].rows) continue;
         send_row(a, token, offered_block(c, d, offers[d]), offers[d].rows, row);
-        if (a.straight) continue;
+        if (offers[d].rows_stay()) continue;
         __syncwarp();
         if (lane_id() == 0) {
           fence_system();
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kThreads, 1) move_kernel(const __grid_constant
   const int64_t first = static_cast<int64_t>(blockIdx.x) * num_warps() + warp_id(), step = static_cast<int64_t>(gridDim.x) * num_warps();
   if (kSend && good) {
     send_rows(a, offers, call, first, step);
-    if (a.straight) signal_channel(c, call);
+    if (a.layout == Layout::rank_major) signal_channel(c, call);
   }
   if (kReceive && good) {
     if (a.straight) {

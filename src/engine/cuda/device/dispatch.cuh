@@ -14,7 +14,12 @@ __device__ inline void clear_counts(const DispatchArgs& a) {
   if (threadIdx.x == 0) *a.routing.num_rows = *a.routing.num_dropped = 0;
 }
 
-/// Straight: tells every rank that this block has written all it will. The whole block calls it, once its rows are visible to its
+/// Layouts by experts: whether the nth pair of an expert, entry k of received row `row`, is in the result.
+__device__ __forceinline__ bool is_admitted(const DispatchArgs& a, int64_t nth, int64_t row, int64_t k, int64_t cut_row, int64_t cut_k) {
+  return a.layout == Layout::expert_slab ? nth < a.capacity : row < cut_row || (row == cut_row && k < cut_k);
+}
+
+/// rank_major: tells every rank that this block has written all it will. The whole block calls it, once its rows are visible to its
 /// own threads.
 __device__ inline void signal_channel(const Common& c, Call call) {
   __syncthreads();
@@ -33,7 +38,7 @@ __device__ inline bool wait_channels(const DispatchArgs& a, const Offer* offers,
   bool good = true;
   for (int i = static_cast<int>(threadIdx.x); good && i < c.team.num_ranks * kMost; i += static_cast<int>(blockDim.x)) {
     const int s = i / kMost, channel = i % kMost;
-    if (channel >= static_cast<int>(offers[s].channels)) continue;
+    if (channel >= offers[s].num_channels()) continue;
     const std::byte* p = c.team.base[c.team.rank] + c.arena.channel_at(c.lane, call.copy, s, kRowChannels + channel);
     good = wait_signal(c, Phase::rows, s, call.epoch, true, reinterpret_cast<const uint64_t*>(p), nullptr);
   }
