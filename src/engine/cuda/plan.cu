@@ -191,7 +191,8 @@ struct Chunks {  // those of a block, ascending
   int list[kMaxChunks], num, ticket;
 };
 
-/// Takes and counts chunks until there are no more.
+/// Takes and counts chunks until there are no more, and not just one: where few SMs are free the other blocks may not have started, and
+/// this one will wait for what the last chunk brings.
 __device__ void take_chunks(const DispatchArgs& a, const Shared& s, Chunks* chunks, int num_groups, Call call) {
   const int all = num_chunks(a.num_tokens);
   if (threadIdx.x == 0) chunks->num = 0;
@@ -204,7 +205,6 @@ __device__ void take_chunks(const DispatchArgs& a, const Shared& s, Chunks* chun
     __syncthreads();
     if (chunks->ticket >= all) break;
     count_chunk(a, s, chunks->ticket, num_groups, call.epoch);
-    if (static_cast<int>(gridDim.x) == all) break;  // one each
   }
 }
 
