@@ -83,6 +83,21 @@ TEST_P(CudaContract, EqualsTheOracleWhenRowsLieInALease) {
   });
 }
 
+TEST_P(CudaContract, EqualsTheOracleByBulkCopies) {
+  RandomLimits l = limits();
+  l.max_tokens = 150;
+  l.max_hidden = 2500;
+  l.dtypes = {DType::bf16, DType::bf16, DType::fp16, DType::u8};
+  l.aligned = true;
+  l.several_nodes = false;
+  check(600, 640, l, [](uint64_t seed, RunChoices& r) {
+    r.async = seed % 4 == 0;
+    r.repeats = 2;
+    r.receive_bytes = size_t{512} << 20;
+    if (seed % 5 == 0) r.result = ResultKind::fresh;
+  });
+}
+
 std::vector<Case> cases() {
   std::vector<Case> all;
   for (Mode mode : {Mode::throughput, Mode::low_latency}) {

@@ -5,6 +5,7 @@
 #include "engine/cuda/engine.h"
 #include "engine/cuda/kernels.h"
 #include "engine/cuda/pending.h"
+#include "engine/cuda/throughput/bulk.h"
 #include "transport/device/driver.h"
 
 namespace turnout::engine::cuda {
@@ -20,10 +21,10 @@ int64_t up(int64_t n, int64_t to) { return core::align_up(n, to); }
 void shape_record(CombineArgs& a) {
   const core::WireForm form = core::wire_form(a.wire, a.dtype);
   const auto size = static_cast<int64_t>(size_of(form.dtype));
-  a.wire_row_bytes = form.block_scaled ? (a.hidden + 3) / 4 * 4 + form.num_scales(a.hidden) * 4 : a.hidden * size;
-  a.rows_per_record = a.wire == Wire::rows ? a.num_topk : 1;
-  a.wire_row_stride = up(a.wire_row_bytes, 16);
-  a.side_offset = a.rows_per_record * a.wire_row_stride;
+  // Scales lie behind the elements. wire = rows: a row for each k.
+  const int64_t row_bytes = form.block_scaled ? (a.hidden + 3) / 4 * 4 + form.num_scales(a.hidden) * 4 : a.hidden * size;
+  a.wire_row_stride = up(row_bytes, 16);
+  a.side_offset = (a.wire == Wire::rows ? a.num_topk : 1) * a.wire_row_stride;
   const int64_t scalars = (a.has_side ? a.num_topk : 0) + (a.wire == Wire::rows && a.apply != CombineWeights::none ? a.num_topk : 0);
   // Weights lie behind the places of the side scalars, whether there are any or not.
   a.mask_offset = up(a.side_offset + (scalars ? 2 * a.num_topk * 4 : 0), 8);
@@ -76,7 +77,6 @@ std::unique_ptr<DevicePending> Engine::combine(const turnout::CombineArgs& args,
   a.num_topk = routing.num_topk;
   a.routing = pending->routing->view;
   a.node_of_rank = topology_.num_nodes() > 1 ? node_of_rank_ : nullptr;
-  a.flags = lanes_[static_cast<size_t>(args.lane)].flags;
   shape_record(a);
   if (is_low_latency(a)) {
     combine_low_latency(args, *pending);
@@ -96,7 +96,8 @@ std::unique_ptr<DevicePending> Engine::combine(const turnout::CombineArgs& args,
   place_sums(args, a, &pending->result, stream);
 
   LaneState& lane = lanes_[static_cast<size_t>(args.lane)];
-  check(launch_combine(a, true, receive_now, blocks(args.num_sms > 0 ? args.num_sms : num_sms_), stream), "combine kernel");
+  const int sms = args.num_sms > 0 ? args.num_sms : num_sms_;
+  check(launch_combine(a, true, receive_now, receive_now && can_combine_bulk(a) ? bulk_blocks(sms) : blocks(sms), stream), "combine kernel");
   ++lane.num_sends;
   ++lane.outstanding;
   pending->epoch = lane.num_sends;

@@ -6,6 +6,8 @@
 #include "engine/cuda/engine.h"
 #include "engine/cuda/kernels.h"
 #include "engine/cuda/pending.h"
+#include "engine/cuda/specialize.h"
+#include "engine/cuda/throughput/bulk.h"
 #include "transport/device/driver.h"
 
 namespace turnout::engine::cuda {
@@ -259,6 +261,12 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
   } else {
     place_result(args, a, &pending->result, stream);
   }
+  // Bulk copies need few SMs where they only send; offers say how many blocks will announce.
+  const bool bulk = can_move_bulk(a);
+  if (bulk) a.move_blocks = bulk_blocks(args.num_sms > 0 ? args.num_sms : default_move_sms(a));
+  // Kernels that wait for the ones before them while they hold SMs must not keep out what those wait for: another rank's kernels on
+  // this GPU. So only alone on it.
+  a.chained = bulk && sharers_ == 1 && !cached && !planned && receive_now;
   if (args.receive == Receive::resident && !receive_now) {
     pending->counters = std::make_shared<Hold>(shared_, shared_->own, static_cast<size_t>(num_ranks_) * 8, stream);
     a.arrived = reinterpret_cast<int64_t*>(pending->counters->data());
@@ -266,9 +274,9 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
   }
 
   if (cached) {
-    check(launch_hello(a.common, a.block, a.block_rows, a.move_blocks, false, stream), "hello kernel");
+    check(launch_hello(a.common, a.block, a.block_rows, offered_channels(a), false, stream), "hello kernel");
   } else if (planned) {
-    check(launch_meta(a, plan_blocks, stream), "meta kernel");
+    check(launch_meta(a, num_ranks_, config_.num_experts, plan_blocks, stream), "meta kernel");
   } else {
     check(launch_plan(a, num_ranks_, config_.num_experts, plan_blocks, stream), "plan kernel");
   }
@@ -278,7 +286,7 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
   pending->receives_now = receive_now;
   a.common.last_of_send = true;
   if (receive_now) {
-    if (!cached) check(launch_admit(a, blocks(32), stream), "admit kernel");
+    if (!cached) check(launch_admit(a, blocks(args.num_sms > 0 ? std::min(args.num_sms, 32) : 32), stream), "admit kernel");
     check(launch_move(a, true, true, a.move_blocks, stream), "move kernel");
     return pending;
   }

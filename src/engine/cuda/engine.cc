@@ -84,7 +84,7 @@ Engine::Engine(DeviceEngineSetup setup)
   if (num_ranks_ > kMaxRanks) throw InvalidArgument("Buffer: " + std::to_string(num_ranks_) + " ranks on GPUs, at most " + std::to_string(kMaxRanks));
   if (plan_groups(num_ranks_, config_.num_experts) == 0) {
     throw InvalidArgument("Buffer: num_experts is " + std::to_string(config_.num_experts) +
-                          ", more than a GPU's shared memory can count at once (about 20000)");
+                          ", more than a GPU's shared memory can count at once (about 11000)");
   }
   const Arena arena = Arena::of(arena_shape(config_, num_ranks_));
   shared_ = std::make_shared<Shared>(std::move(setup.window), arena, device_, setup.allocator);
@@ -189,6 +189,13 @@ Common Engine::common(int lane, const CallFacts& facts, int num_calls_ago, bool 
 
 /// Blocks of a kernel: those asked for, but all ranks of this GPU must fit at once, since they wait for each other.
 int Engine::blocks(int wanted) const { return std::clamp(wanted, 1, std::max(1, std::min(num_sms_ / sharers_, kMaxChannels - kRowChannels))); }
+
+/// The same for kernels whose blocks have an SM to themselves. Where ranks share a GPU, a receive in the background and what the rank
+/// does next must fit beside each other.
+int Engine::bulk_blocks(int wanted) const {
+  const int most = blocks(wanted);
+  return sharers_ > 1 ? std::clamp(wanted, 1, std::max(1, num_sms_ / sharers_ / 2)) : most;
+}
 
 void Engine::set_experts(const std::vector<int>& expert_to_rank) {
   CurrentDevice current(device_);

@@ -120,6 +120,19 @@ __device__ __forceinline__ void store_stream(uint4* p, uint4 v) {
   asm volatile("st.global.L1::no_allocate.v4.u32 [%0],{%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
+/// Kernels of one call follow each other closely (launch.h): the next may start once every block has said so; wait_for_previous
+/// returns when the kernel before has ended and what it wrote can be read.
+__device__ __forceinline__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 #if !defined(TURNOUT_NO_SM90) && (!defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900)
 #define TURNOUT_HAS_BULK 1
 /// Bulk copies between global and shared memory: TMA without a tensor map. Sizes and addresses are multiples of 16 bytes.
@@ -153,6 +166,17 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint
 }
 __device__ __forceinline__ void bulk_store(void* global, const void* shared, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0],[%1],%2;" ::"l"(global), "r"(shared_address(shared)), "r"(bytes) : "memory");
+}
+/// The same for lines that nobody reads soon: they leave L2 first, and what has been staged there stays.
+__device__ __forceinline__ uint64_t evict_first_policy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0,1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ void bulk_store(void* global, const void* shared, uint32_t bytes, uint64_t policy) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0],[%1],%2,%3;" ::"l"(global), "r"(shared_address(shared)), "r"(bytes),
+               "l"(policy)
+               : "memory");
 }
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 /// Until at most N groups of this thread have yet to read their source (bulk_wait: to complete).
