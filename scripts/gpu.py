@@ -139,16 +139,19 @@ class Job:
 def jobs_of(folder, part, total, wanted):
     """Runs of the programs of a pack; those of one part of `total`."""
     jobs = []
-    for program in sorted(folder.glob("*_test")):
+    for program in sorted([*folder.glob("*_test"), *folder.glob("soak")]):
         setting = SETTINGS.get(program.name, {})
-        for suffix, env, arguments in [("", {}, [])] + setting.get("also", []):
+        for suffix, env, arguments in [("", {}, setting.get("first", []))] + setting.get("also", []):
             if env.get("TURNOUT_CUDA_LIBRARY") == "no_sm90" and not (folder / "libturnout_cuda_no_sm90.so").exists():
                 continue
-            shards = setting.get("shards", 1)
+            under = [*SANITIZER, suffix] if suffix in ("memcheck", "racecheck") else []
+            if under and not shutil.which(under[0]):
+                continue
+            shards = 1 if under else setting.get("shards", 1)
             for shard in range(shards):
                 name = program.name + (f".{suffix}" if suffix else "") + (f".{shard + 1}of{shards}" if shards > 1 else "")
                 split = {"GTEST_TOTAL_SHARDS": str(shards), "GTEST_SHARD_INDEX": str(shard)} if shards > 1 else {}
-                jobs.append(Job(name, [str(program), *arguments], {**env, **split}, setting.get("seconds", 120)))
+                jobs.append(Job(name, [*under, str(program), *arguments], {**env, **split}, setting.get("seconds", 120)))
     jobs = [job for job in jobs if wanted in job.name]
     return jobs[part - 1 :: total]
 
