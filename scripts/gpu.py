@@ -33,6 +33,7 @@ LIBRARIES = ["**/libturnout_cuda.so", "**/libturnout.so.*"]
 # of a GoogleTest program that may run side by side. `also`: (suffix, words of the environment, arguments) of further runs.
 SETTINGS = {
     "cuda_engine_contract_test": {"shards": 10, "seconds": 240, "also": [("no_sm90", {"TURNOUT_CUDA_LIBRARY": "no_sm90"}, [])]},
+    "cuda_low_latency_test": {"shards": 6, "also": [("no_sm90", {"TURNOUT_CUDA_LIBRARY": "no_sm90"}, [])]},
     "cuda_window_test": {"also": [("ipc", {"TURNOUT_DEVICE_MEMORY": "ipc"}, [])]},
     "cuda_window_process_test": {"also": [("ipc", {"TURNOUT_DEVICE_MEMORY": "ipc"}, [])]},
 }
