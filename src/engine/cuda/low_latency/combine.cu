@@ -5,7 +5,7 @@
 #include "engine/cuda/device/chunk.cuh"
 #include "engine/cuda/kernels.h"
 #include "engine/cuda/low_latency/format.h"
-#include "engine/cuda/low_latency/terms.cuh"
+#include "engine/cuda/low_latency/parts.cuh"
 
 namespace turnout::engine::cuda {
 namespace low_latency {
@@ -14,210 +14,174 @@ namespace {
 /// 299 units of a row of 7168, and the clerk. Rows without alignment have more to do with fewer threads.
 template <bool kFast>
 inline constexpr int kThreads = kFast ? 320 + 32 : 256;
+/// Entries of a token that a lane holds: 32 or 64 a warp.
+template <bool kFast>
+inline constexpr int kHalvesOf = kFast ? 1 : 2;
 
 __device__ __forceinline__ int num_unit_threads() { return num_threads() - 32; }
 __device__ __forceinline__ bool is_clerk() { return warp_id() == num_warps() - 1; }
 
 /// The scalar of entry `k` of received row `n`, where there is one.
-__device__ __forceinline__ float scalar_of(const CombineArgs& a, const Terms& t, int n, int h) {
+template <int kHalves>
+__device__ __forceinline__ float scalar_of(const CombineArgs& a, const Terms<kHalves>& t, int n, int h) {
   const int k = h * 32 + lane_id();
   if (k >= a.num_topk || t.row[h] < 0) return 0.0f;
   return a.layout == Layout::rank_major ? a.side[static_cast<int64_t>(n) * a.num_topk + k] : a.side[t.row[h]];
 }
 
 /// The mask of a partial sum, and its scalars. One warp.
-__device__ __forceinline__ void send_books(const Work& w, const Terms& t, int n, uint4* to) {
+template <int kHalves>
+__device__ __forceinline__ void send_books(const Work& w, const Terms<kHalves>& t, int n, uint4* to) {
   const CombineArgs& a = w.a;
   if (lane_id() == 0) store_word(to + w.f.mask, uint4{static_cast<uint32_t>(t.mask), static_cast<uint32_t>(t.mask >> 32), 0, w.call.epoch});
   if (!a.has_side) return;
-  const float low = scalar_of(a, t, n, 0), high = scalar_of(a, t, n, 1);
+  float scalar[kHalves];
+#pragma unroll
+  for (int h = 0; h < kHalves; ++h) scalar[h] = scalar_of(a, t, n, h);
   for (int first = 0; first < a.num_topk; first += kWordPayload) {
     uint32_t p[kWordPayload];
     for (int x = 0; x < kWordPayload; ++x) {
       const int k = first + x;
-      p[x] = __float_as_uint(__shfl_sync(kFull, k < 32 ? low : high, k % 32));
+      p[x] = __float_as_uint(entry_of(scalar, k));
     }
     if (lane_id() == 0) store_word(to + w.f.mask + 1 + first / kWordPayload, uint4{p[0], p[1], p[2], w.call.epoch});
   }
 }
 
-/// Which part of a partial sum a warp sends.
-struct Share {
-  int first, step;  ///< units
-  bool units, books;
-};
+/// The rows of other ranks that worker `worker` owes a partial sum, one after the other: row `i` of `source`, which is row n here.
+struct Owed {
+  int source, first, at;  ///< rows of the sources before `source`
 
-/// The partial sum of received row `i` of `source` to it.
-template <DType kType, bool kFast>
-__device__ __forceinline__ void send_partial(const Work& w, Share share, int source, int i) {
-  const CombineArgs& a = w.a;
-  const Common& c = a.common;
-  const int n = w.begins[source] + i;
-  const Terms t = terms_of(a, n, ask_terms(a, n));
-  auto* to = reinterpret_cast<uint4*>(c.team.base[source] + c.arena.ll_combine_at(c.lane, w.call.copy, 0, w.records[source] + i));
-  if (share.books) send_books(w, t, n, to);
-  if (!share.units || t.mask == 0) return;  // all of it was dropped: the mask says so
-  for (int base = share.first; base < w.f.units; base += share.step) {
-    const int unit = base + lane_id();
-    uint32_t p[kPayload<kType>];
-    sum_terms<kType, kFast>(w, t, place_of<kType>(a, unit, w.f.units, unit < w.f.units), p);
-    if (unit >= w.f.units) continue;
-#pragma unroll
-    for (int j = 0; j < kWords<kType>; ++j) store_word(to + j * w.f.units + unit, uint4{p[3 * j], p[3 * j + 1], p[3 * j + 2], w.call.epoch});
-  }
-}
-
-/// What worker `worker` owes to other ranks.
-template <DType kType, bool kFast>
-__device__ __forceinline__ void send_partials(const Work& w, Share share, int worker) {
-  const int ranks = w.a.common.team.num_ranks, me = w.a.common.team.rank;
-  int first = 0;
-  for (int s = (me + 1) % ranks, n = worker; s != me;) {
-    const int rows = w.begins[s + 1] - w.begins[s];
-    if (n - first >= rows) {
+  __device__ Owed(const Work& w, int worker) : source((w.a.common.team.rank + 1) % w.a.common.team.num_ranks), first(0), at(worker) {}
+  __device__ bool next(const Work& w, int* n, uint4** to) {
+    const Common& c = w.a.common;
+#pragma unroll 1
+    while (source != c.team.rank) {
+      const int rows = w.begins[source + 1] - w.begins[source], i = at - first;
+      if (i < rows) {
+        *n = w.begins[source] + i;
+        *to = reinterpret_cast<uint4*>(c.team.base[source] + c.arena.ll_combine_at(c.lane, w.call.copy, 0, w.records[source] + i));
+        at += num_workers();
+        return true;
+      }
       first += rows;
-      s = (s + 1) % ranks;
-      continue;
+      source = (source + 1) % c.team.num_ranks;
     }
-    send_partial<kType, kFast>(w, share, s, n - first);
-    n += num_workers();
+    return false;
   }
-}
-
-/// Where the parts of a token are: lane l holds rank and place of entries l and l + 32, if they are the first of their rank.
-struct Parts {
-  int32_t rank[2], at[2], asked;
 };
-/// Asked for first and looked at later.
-__device__ __forceinline__ Parts ask_parts(const CombineArgs& a, int64_t token) {
-  Parts p{{-1, -1}, {-1, -1}, 0};
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int k = h * 32 + lane_id();
-    if (k >= a.num_topk || token >= a.num_tokens) continue;
-    p.rank[h] = a.routing.dest[token * a.num_topk + k];
-    p.at[h] = a.routing.send_index[token * a.num_topk + k];
-  }
-  return p;
-}
-__device__ __forceinline__ Parts parts_of(const Work& w, Parts p) {
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    if (p.rank[h] >= 0) p.asked |= 1 << h;
-    if (p.at[h] < 0 || p.at[h] >= w.sent[p.rank[h]]) p.rank[h] = -1;
-  }
-  return p;
-}
-/// The part of the lowest rank above `after`; -1: no more.
-__device__ __forceinline__ int next_part(const Parts& p, int after, int* at) {
-  unsigned best = kFull;
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    if (p.rank[h] > after && static_cast<unsigned>(p.rank[h]) < best) best = static_cast<unsigned>(p.rank[h]);
-  }
-  best = __reduce_min_sync(kFull, best);
-  if (best == kFull) return -1;
-  const auto rank = static_cast<int>(best);
-  const unsigned low = __ballot_sync(kFull, p.rank[0] == rank), high = __ballot_sync(kFull, p.rank[1] == rank);
-  *at = low ? __shfl_sync(kFull, p.at[0], __ffs(low) - 1) : __shfl_sync(kFull, p.at[1], __ffs(high) - 1);
-  return rank;
-}
 
-/// Waits for a unit of a partial sum and for its mask. Where the mask is 0 nothing else comes.
 template <DType kType>
-__device__ __forceinline__ bool receive_unit(const Work& w, int rank, const uint4* from, int unit, bool active, uint64_t* mask, uint32_t* out) {
-  const uint32_t epoch = w.call.epoch;
-  uint4 words[kWords<kType>], m{};
-  const int mine = active ? unit : 0;
-  const bool good = wait_for(
-      w.a.common, Phase::low_latency_partials, rank, epoch, true,
-      [&] {
-        m = load_word(from + w.f.mask);
-        bool all = true;
+__device__ __forceinline__ void send_unit(const Work& w, uint4* to, int unit, const uint32_t* p) {
+  if (unit >= w.f.units) return;
 #pragma unroll
-        for (int j = 0; j < kWords<kType>; ++j) words[j] = load_word(from + j * w.f.units + mine);
-#pragma unroll
-        for (int j = 0; j < kWords<kType>; ++j) all = all && words[j].w == epoch;
-        return m.w == epoch && (all || (m.x | m.y) == 0);
-      },
-      [&] { return m.w != epoch ? m.w : words[0].w; });
-  *mask = m.x | static_cast<uint64_t>(m.y) << 32;
-#pragma unroll
-  for (int j = 0; j < kWords<kType>; ++j) out[3 * j] = words[j].x, out[3 * j + 1] = words[j].y, out[3 * j + 2] = words[j].z;
-  return good;
+  for (int j = 0; j < kWords<kType>; ++j) store_word(to + j * w.f.units + unit, uint4{p[3 * j], p[3 * j + 1], p[3 * j + 2], w.call.epoch});
 }
 
-/// Scalars of a part for the lanes that hold their k. The whole warp calls it.
-__device__ __forceinline__ bool receive_scalars(const Work& w, int rank, const uint4* from, uint64_t mask, float* scalar) {
-  bool good = true;
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int k = h * 32 + lane_id();
-    if (k >= w.a.num_topk || !(mask >> k & 1)) continue;
-    uint4 word;
-    good = good && wait_for_word(w.a.common, Phase::low_latency_partials, rank, w.call.epoch, true, from + w.f.mask + 1 + k / kWordPayload, &word);
-    scalar[h] = __uint_as_float(k % kWordPayload == 0 ? word.x : k % kWordPayload == 1 ? word.y : word.z);
-  }
-  return good;
-}
-
-/// Place of a token's row that stays on this rank, -1: none. The whole warp calls it.
-__device__ __forceinline__ int own_place(const Work& w, const Parts& parts) {
-  int at = -1;
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const unsigned holder = __ballot_sync(kFull, parts.rank[h] == w.a.common.team.rank);
-    if (holder) at = __shfl_sync(kFull, parts.at[h], __ffs(holder) - 1);
-  }
-  return at < 0 ? -1 : w.begins[w.a.common.team.rank] + at;
-}
-__device__ __forceinline__ const uint4* staged(const Work& w, int rank, int at) {
-  const Common& c = w.a.common;
-  return reinterpret_cast<const uint4*>(c.team.base[c.team.rank] + c.arena.ll_combine_at(c.lane, w.call.copy, 0, w.send_offset[rank] + at));
-}
-
-/// Adds up a token: what the unit warps do. False for a thread that gave up.
+/// All that worker `worker` owes, by one warp: for a block that has not started. Slow, but it hardly ever happens.
 template <DType kType, bool kFast>
-__device__ __forceinline__ bool add_token(const Work& w, int64_t token, const Parts& parts, int own_row, const Terms& asked) {
+__device__ __noinline__ void send_for(Work w, int worker) {
+  int n = 0;
+  uint4* to = nullptr;
+  for (Owed owed(w, worker); owed.next(w, &n, &to);) {
+    const Terms<kHalvesOf<kFast>> t = terms_of(w.a, n, ask_terms<kHalvesOf<kFast>>(w.a, n));
+    send_books(w, t, n, to);
+    if (t.mask == 0) continue;
+#pragma unroll 1
+    for (int base = 0; base < w.f.units; base += 32) {
+      const int unit = base + lane_id();
+      uint32_t p[kPayload<kType>];
+      sum_terms<kType, kFast>(w, t, place_of<kType>(w.a, unit, w.f.units, unit < w.f.units), p);
+      send_unit<kType>(w, to, unit, p);
+    }
+  }
+}
+
+/// Adds a unit of a token: `mine` (if `own`) and what comes back, ranks ascending. False for a thread that gave up.
+template <DType kType, bool kFast, int kHalves>
+__device__ __forceinline__ bool add_unit(const Work& w, int64_t token, const Parts<kHalves>& parts, uint64_t own, const Place& place, int unit,
+                                         const uint32_t* mine) {
   const CombineArgs& a = w.a;
   const int me = a.common.team.rank;
-  const Terms own = terms_of(a, own_row, asked);
-  for (int base = warp_id() * 32; base < w.f.units; base += num_unit_threads()) {
-    const int unit = base + lane_id();
-    const bool active = unit < w.f.units;
-    const Place place = place_of<kType>(a, unit, w.f.units, active);
-    uint32_t mine[kPayload<kType>], part[kPayload<kType>];
-    if (own.mask) sum_terms<kType, kFast>(w, own, place, mine);
-    float sum[kUnit];
+  const bool active = unit < w.f.units;
+  uint32_t part[kPayload<kType>];
+  float sum[kUnit];
 #pragma unroll
-    for (int i = 0; i < kUnit; ++i) sum[i] = -0.0f;
-    bool some = false;
-    for (int rank = -1, at = 0; (rank = next_part(parts, rank, &at)) >= 0;) {
-      uint64_t mask = own.mask;
-      if (rank != me && !__all_sync(kFull, receive_unit<kType>(w, rank, staged(w, rank, at), unit, active, &mask, part))) return false;
-      if (!mask) continue;
-      some = true;
+  for (int i = 0; i < kUnit; ++i) sum[i] = -0.0f;
+  bool some = false;
+#pragma unroll 1
+  for (int rank = -1, at = 0; (rank = next_part(parts, rank, &at)) >= 0;) {
+    uint64_t mask = own;
+    if (rank != me && !__all_sync(kFull, receive_unit<kType>(w, rank, staged(w, rank, at), unit, active, &mask, part))) return false;
+    if (!mask) continue;
+    some = true;
 #pragma unroll
-      for (int i = 0; i < kUnit; ++i) sum[i] += value_of<kType>(rank == me ? mine : part, i);
-    }
-    if (!some) {
+    for (int i = 0; i < kPayload<kType>; ++i) part[i] = rank == me ? mine[i] : part[i];
 #pragma unroll
-      for (int i = 0; i < kUnit; ++i) sum[i] = 0.0f;
-    }
-    round_unit<kType>(sum, part);
-    store_unit<kType, kFast>(a.out + token * a.out_stride, place, part);
+    for (int i = 0; i < kUnit; ++i) sum[i] += value_of<kType>(part, i);
   }
+#pragma unroll
+  for (int i = 0; i < kUnit; ++i) sum[i] = some ? sum[i] : 0.0f;
+  round_unit<kType>(sum, part);
+  store_unit<kType, kFast>(a.out + token * a.out_stride, place, part);
   return true;
 }
 
+/// The first token of a block, asked for before anything else.
+template <int kHalves>
+struct First {
+  Parts<kHalves> parts;
+  int own_row;
+  Terms<kHalves> own;
+};
+template <int kHalves>
+__device__ __forceinline__ First<kHalves> first_of(const Work& w, const Parts<kHalves>& asked) {
+  First<kHalves> f;
+  f.parts = parts_of(w, asked);
+  f.own_row = own_row_of(w, f.parts);
+  f.own = ask_terms<kHalves>(w.a, f.own_row);
+  return f;
+}
+
+/// What a warp of units does: partial sums for others, then its own tokens. One loop, so that the code of adding is there once.
+template <DType kType, bool kFast, int kHalves>
+__device__ __forceinline__ bool work_on_units(const Work& w, int worker, First<kHalves> now) {
+  const CombineArgs& a = w.a;
+  Owed owed(w, worker);
+  int64_t token = worker;
+#pragma unroll 1
+  for (bool sends = true;;) {
+    int n = now.own_row;
+    uint4* to = nullptr;
+    sends = sends && owed.next(w, &n, &to);
+    if (!sends && token >= a.num_tokens) return true;
+    const Terms<kHalves> t = terms_of(a, n, sends ? ask_terms<kHalves>(a, n) : now.own);
+    if (sends && t.mask == 0) continue;  // all of it was dropped: the mask says so
+#pragma unroll 1
+    for (int base = warp_id() * 32; base < w.f.units; base += num_unit_threads()) {
+      const int unit = base + lane_id();
+      const Place place = place_of<kType>(a, unit, w.f.units, unit < w.f.units);
+      uint32_t p[kPayload<kType>];
+      if (t.mask) sum_terms<kType, kFast>(w, t, place, p);
+      if (sends) send_unit<kType>(w, to, unit, p);
+      else if (!add_unit<kType, kFast>(w, token, now.parts, t.mask, place, unit, p)) return false;
+    }
+    if (sends) continue;
+    token += num_workers();
+    now = first_of(w, ask_parts<kHalves>(a, token));
+  }
+}
+
 /// The books of a token: what was lost of it, and its scalars. What the clerk does. False for a thread that gave up.
-__device__ __forceinline__ bool keep_books(const Work& w, int64_t token, const Parts& parts, int own_row, const Terms& asked) {
+template <int kHalves>
+__device__ __forceinline__ bool keep_books(const Work& w, int64_t token, const Parts<kHalves>& parts, int own_row, const Terms<kHalves>& asked) {
   const CombineArgs& a = w.a;
   const int me = a.common.team.rank;
-  const Terms own = terms_of(a, own_row, asked);
+  const Terms<kHalves> own = terms_of(a, own_row, asked);
   uint64_t present = own.mask;
-  float scalar[2] = {0.0f, 0.0f};
-  if (a.has_side && own_row >= 0) scalar[0] = scalar_of(a, own, own_row, 0), scalar[1] = scalar_of(a, own, own_row, 1);
+  float scalar[kHalves];
+#pragma unroll
+  for (int h = 0; h < kHalves; ++h) scalar[h] = a.has_side && own_row >= 0 ? scalar_of(a, own, own_row, h) : 0.0f;
   for (int rank = -1, at = 0; (rank = next_part(parts, rank, &at)) >= 0;) {
     if (rank == me) continue;
     const uint4* from = staged(w, rank, at);
@@ -230,12 +194,38 @@ __device__ __forceinline__ bool keep_books(const Work& w, int64_t token, const P
   }
   int lost = 0;
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
+  for (int h = 0; h < kHalves; ++h) {
     const int k = h * 32 + lane_id();
     lost += __popc(__ballot_sync(kFull, (parts.asked >> h & 1) && !(present >> k & 1)));
     if (a.out_side && k < a.num_topk) a.out_side[token * a.num_topk + k] = scalar[h];
   }
   if (lane_id() == 0) a.num_lost[token] = lost;
+  return true;
+}
+
+/// What the clerk does: facts, the books of what is sent, the work of blocks that have not started, the books of tokens.
+template <DType kType, bool kFast, int kHalves>
+__device__ __forceinline__ bool work_on_books(const Work& w, int worker, First<kHalves> now, FactWords* facts) {
+  const CombineArgs& a = w.a;
+  const Common& c = a.common;
+  if (block() == 0) send_facts(c, w.call, facts);
+  if (worker >= 0) {
+    int n = 0;
+    uint4* to = nullptr;
+#pragma unroll 1
+    for (Owed owed(w, worker); owed.next(w, &n, &to);) send_books(w, terms_of(a, n, ask_terms<kHalves>(a, n)), n, to);
+  }
+#pragma unroll 1
+  for (int b = next_unstarted(c, w.call.epoch, 0, true); b >= 0; b = next_unstarted(c, w.call.epoch, b + 1, false)) {
+    if (b == 0) send_facts(c, w.call, facts);
+    if (worker_of(b) >= 0) send_for<kType, kFast>(w, worker_of(b));
+  }
+  if (!all_agree(c, w.call)) return false;
+#pragma unroll 1
+  for (int64_t t = worker; worker >= 0 && t < a.num_tokens; t += num_workers()) {
+    if (t != worker) now = first_of(w, ask_parts<kHalves>(a, t));
+    if (!keep_books(w, t, now.parts, now.own_row, now.own)) return false;
+  }
   return true;
 }
 
@@ -252,12 +242,13 @@ template <DType kType, bool kFast>
 __global__ void __launch_bounds__(kThreads<kFast>, 1) combine_kernel(const __grid_constant__ CombineArgs a) {
   __shared__ int32_t begins[kMaxRanks + 1], records[kMaxRanks], sent[kMaxRanks], send_offset[kMaxRanks + 1];
   __shared__ FactWords facts;
+  constexpr int kHalves = kHalvesOf<kFast>;
   const Common& c = a.common;
   const int ranks = c.team.num_ranks, worker = worker_of(block());
   const bool clerk = is_clerk();
   // Everything that depends on nothing is asked for first.
   const Start start = start_of(c);
-  Parts parts = ask_parts(a, worker >= 0 ? worker : a.num_tokens);
+  const Parts<kHalves> parts = ask_parts<kHalves>(a, worker >= 0 ? worker : a.num_tokens);
   for (int s = thread(); s <= ranks; s += num_threads()) {
     begins[s] = a.routing.recv_begin[s];
     send_offset[s] = a.routing.send_offset[s];
@@ -267,27 +258,9 @@ __global__ void __launch_bounds__(kThreads<kFast>, 1) combine_kernel(const __gri
   bool good = !__syncthreads_or(start.over);
   if (good) {
     const Work w{a, call, PartialFormat::of(a.hidden, kElement<kType>, a.num_topk, a.has_side), begins, records, sent, send_offset};
-    parts = parts_of(w, parts);
-    int own_row = own_place(w, parts);
-    Terms own = ask_terms(a, own_row);
-    for (int b = block(), next = 0;;) {
-      const bool mine = b == block();
-      if (clerk && b == 0) send_facts(c, call, &facts);
-      const Share share{mine ? warp_id() * 32 : 0, mine ? num_unit_threads() : 32, !clerk || !mine, clerk};
-      if (worker_of(b) >= 0) send_partials<kType, kFast>(w, share, worker_of(b));
-      if (!clerk) break;
-      b = next_unstarted(c, call.epoch, next, mine);  // the clerk does the work of others alone: slow, but it never happens
-      if (b < 0) break;
-      next = b + 1;
-    }
-    if (clerk) good = all_agree(c, call);
-    for (int64_t t = worker; worker >= 0 && good && t < a.num_tokens;) {
-      good = clerk ? keep_books(w, t, parts, own_row, own) : add_token<kType, kFast>(w, t, parts, own_row, own);
-      t += num_workers();
-      parts = parts_of(w, ask_parts(a, t));
-      own_row = own_place(w, parts);
-      own = ask_terms(a, own_row);
-    }
+    const First<kHalves> first = first_of(w, parts);
+    if (clerk) good = work_on_books<kType, kFast>(w, worker, first, &facts);
+    else if (worker >= 0) good = work_on_units<kType, kFast>(w, worker, first);
     good = __syncthreads_and(good);
     if (block() == 0) {
       const bool heard = receive_headers(c, call, HeaderInts::kRows, &facts, [](int, int, uint32_t) {});
@@ -307,7 +280,8 @@ cudaError_t launch(const CombineArgs& a, int blocks, cudaStream_t stream) {
   const int units = PartialFormat::of(a.hidden, kElement<kType>, a.num_topk, false).units;
   const int wanted = static_cast<int>(core::align_up(units, 32)) + 32;
   const auto threads = [&](int most) { return wanted < 128 ? 128 : wanted > most ? most : wanted; };
-  if (bits % 16 == 0 && a.hidden % kUnitChunk == 0) combine_kernel<kType, true><<<blocks, threads(kThreads<true>), 0, stream>>>(a);
+  if (bits % 16 == 0 && a.hidden % kUnitChunk == 0 && a.num_topk <= 32)
+    combine_kernel<kType, true><<<blocks, threads(kThreads<true>), 0, stream>>>(a);
   else combine_kernel<kType, false><<<blocks, threads(kThreads<false>), 0, stream>>>(a);
   return cudaGetLastError();
 }

@@ -19,8 +19,10 @@ __device__ inline bool publish(const DispatchArgs& a, Call call, const Tables& t
   if (a.cached) return true;
   const int64_t room = a.block_rows;
   const auto admitted = [&](int64_t begin, int64_t n) { return static_cast<int32_t>(begin + n <= room ? n : begin < room ? room - begin : 0); };
+#pragma unroll 1
   for (int d = thread(); d < ranks; d += num_threads()) {
     int64_t begin = 0;
+#pragma unroll 1
     for (int s = 0; s < ranks; ++s) {
       const int64_t n = rows[s * ranks + d];
       if (s == me) r.send_begin[d] = static_cast<int32_t>(begin);
@@ -30,24 +32,31 @@ __device__ inline bool publish(const DispatchArgs& a, Call call, const Tables& t
     r.sent[d] = rows[me * ranks + d];
   }
   __syncthreads();
+#pragma unroll 1
   for (int s = thread(); s < ranks; s += num_threads()) {
     int32_t at = 0;
+#pragma unroll 1
     for (int d = 0; d < me; ++d) at += rows[s * ranks + d];
     r.record_begin[s] = at;
   }
+#pragma unroll 1
   for (int d = thread(); d <= ranks; d += num_threads()) {
     int32_t at = 0;
+#pragma unroll 1
     for (int x = 0; x < d; ++x) at += rows[me * ranks + x];
     r.send_offset[d] = at;
     r.recv_begin[d] = m.begins[d];
   }
   int pairs = 0, kept = 0;
+#pragma unroll 1
   for (int e = thread(); e < local; e += num_threads()) {
+#pragma unroll 1
     for (int s = 0; s < ranks; ++s) r.expert_base[s * local + e] = t.before[s * c.max_local + e];
     r.expert_counts[e] = t.admitted[e];
     pairs += t.total[e];
     kept += t.admitted[e];
   }
+#pragma unroll 1
   for (int e = thread(); e <= local; e += num_threads()) r.expert_offsets[e] = a.layout == Layout::expert_slab ? e * a.capacity : t.offset[e];
   pairs = block_sum(pairs);
   kept = block_sum(kept);

@@ -24,13 +24,14 @@ __device__ __forceinline__ Meta meta_of(const DispatchArgs& a, const RowFormat& 
   return {p, p + a.num_topk, reinterpret_cast<float*>(p + 2 * a.num_topk)};
 }
 
-/// What is loaded before anything else is known: of the first token of a block.
-template <int kIds>
+/// What is loaded before anything else is known: of the first token of a block. `is_there` is the same in all threads.
 struct Early {
+  static constexpr int kIds = 3;
   uint4 x[2];
-  int32_t ids[kIds];  ///< of the token whose number is this thread's
+  int32_t ids[kIds];  ///< of earlier tokens, as count_earlier_plain goes through them
   int32_t id;         ///< of the entry whose number is this thread's
   float weight;
+  bool is_there;
 };
 
 __device__ __forceinline__ float weight_of(const DispatchArgs& a, int64_t i) {
@@ -89,20 +90,44 @@ __device__ __forceinline__ void quantize_chunk(const DispatchArgs& a, const RowF
   else row[f.scales + at] = static_cast<std::byte>(exponent);
 }
 
-/// x, scales and side arrays of a token into shared memory. `early`: its first pieces, or null.
-__device__ __forceinline__ void build_row(const DispatchArgs& a, const RowFormat& f, int64_t token, const uint4* early, std::byte* row) {
+/// The row of a plain token: two pieces at a time, both asked for before the first is looked at.
+__device__ __forceinline__ void build_row_plain(const DispatchArgs& a, const RowFormat& f, int64_t token, const Early& early, bool use_early,
+                                                std::byte* row) {
+  const std::byte* x = a.x + token * a.x_stride;
+  const bool quantise = a.quantize != Quantize::none;
+  const auto num = static_cast<int>(source_bytes(a) / 16);
+#pragma unroll 1
+  for (int base = warp_id() * 32; base < num; base += 2 * num_threads()) {
+    const int p = base + lane_id(), q = p + num_threads();
+    const bool first = use_early && base < num_threads();
+    uint4 v[2] = {early.x[0], early.x[1]};
+    if (!first) v[0] = load_stream_if(p < num, reinterpret_cast<const uint4*>(x) + p);
+    if (!first) v[1] = load_stream_if(q < num, reinterpret_cast<const uint4*>(x) + q);
+    if (!quantise) {
+      if (p < num) reinterpret_cast<uint4*>(row)[p] = v[0];
+      if (q < num) reinterpret_cast<uint4*>(row)[q] = v[1];
+      continue;
+    }
+    quantize_chunk(a, f, widen(a.dtype, v[0]), p * kChunk, row);
+    if (base + num_threads() < num) quantize_chunk(a, f, widen(a.dtype, v[1]), q * kChunk, row);
+  }
+}
+
+/// x, scales and side arrays of a token into shared memory, whatever they are like.
+__device__ __noinline__ void build_row(const DispatchArgs& a, RowFormat f, int64_t token, std::byte* row) {
   const std::byte* x = a.x + token * a.x_stride;
   const bool pieces = loads_pieces(a), quantise = a.quantize != Quantize::none;
   const int64_t bytes = source_bytes(a);
   const int num = static_cast<int>(quantise ? core::ceil_div(a.hidden, kChunk) : core::ceil_div(bytes, 16));
-#pragma unroll 2
-  for (int j = 0, base = warp_id() * 32; base < num; base += num_threads(), ++j) {
+#pragma unroll 1
+  for (int base = warp_id() * 32; base < num; base += num_threads()) {
     const int p = base + lane_id();
     uint4 v{};
-    if (pieces && p < num) v = early && j == 0 ? early[0] : early && j == 1 ? early[1] : load_piece(x, p * 16, bytes);
+    if (pieces && p < num) v = load_piece(x, p * 16, bytes);
     if (!quantise) {
       if (!pieces && p < num) {
         auto* to = reinterpret_cast<uint32_t*>(&v);
+#pragma unroll 1
         for (int i = 0; i < 16 && p * 16 + i < bytes; ++i) to[i / 4] |= static_cast<uint32_t>(x[p * 16 + i]) << (i % 4 * 8);
       }
       if (p < num) reinterpret_cast<uint4*>(row)[p] = v;
@@ -112,66 +137,59 @@ __device__ __forceinline__ void build_row(const DispatchArgs& a, const RowFormat
     quantize_chunk(a, f, c, p * kChunk, row);
   }
   int at = f.side;
+#pragma unroll 1
   for (int s = 0; s < a.num_side; ++s) {
     const std::byte* src = a.side[s].src + token * a.side[s].src_stride;
+#pragma unroll 1
     for (int i = thread(); i < a.side[s].bytes; i += num_threads()) row[at + i] = src[i];
     at += static_cast<int>(core::align_up(a.side[s].bytes, 16));
   }
 }
 
-/// Tokens before `token` that go where it goes, and their pairs with its experts.
-template <int kIds>
-__device__ __forceinline__ void count_earlier(const DispatchArgs& a, const Tables& t, Token* s, int token, const int32_t* early) {
-  const int topk = a.num_topk;
-  int id[kIds], key[kIds];
+/// Entry `i` of all tokens, eight a token, of which num_topk are there; -1: none.
+__device__ __forceinline__ int entry_of(const DispatchArgs& a, int i, int end) {
+  return i < end && i % 8 < a.num_topk ? id_of(a, i / 8 * a.num_topk + i % 8) : -1;
+}
+/// Tokens before `token` that go where it goes, and their pairs with its experts. Eight lanes look at an earlier token, each at one
+/// entry.
+__device__ __forceinline__ void count_earlier_plain(const DispatchArgs& a, const Tables& t, Token* s, int token, const Early& early, bool use_early) {
+  const int topk = a.num_topk, end = token * 8;
+  int id[8];
 #pragma unroll
-  for (int k = 0; k < kIds; ++k) {
-    id[k] = k < topk ? s->id[k] : -3;
-    if (id[k] < 0) id[k] = -3;
-    key[k] = k < topk ? s->key[k] : -2;
-  }
-  for (int base = warp_id() * 32; base < token; base += num_threads()) {
-    const int u = base + lane_id();
-    uint32_t hits = 0;
-    if (u < token) {
-      int32_t other[kIds];
-      if (early && base == warp_id() * 32) {
+  for (int k = 0; k < 8; ++k) id[k] = k < topk && s->id[k] >= 0 ? s->id[k] : -3;
+#pragma unroll 1
+  for (int base = warp_id() * 32, round = 0; base < end; base += num_threads(), ++round) {
+    const int known = round == 0 ? early.ids[0] : round == 1 ? early.ids[1] : early.ids[2];
+    const int other = use_early && round < Early::kIds ? known : entry_of(a, base + lane_id(), end);
+    uint32_t same = 0, ranks = other >= 0 ? 1u << t.owner[other] : 0;
 #pragma unroll
-        for (int j = 0; j < kIds; ++j) other[j] = early[j];
-      } else {
-        load_ids<kIds>(a, static_cast<int64_t>(u) * topk, topk, other);
-      }
+    for (int k = 0; k < 8; ++k) same |= (other == id[k] ? 1u : 0u) << k;
+#pragma unroll 1
+    for (; same; same &= same - 1) atomicAdd(&s->pair[__ffs(same) - 1], 1);
 #pragma unroll
-      for (int j = 0; j < kIds; ++j) {
-        const int owner = other[j] < 0 ? -1 : t.owner[other[j]];
-        uint32_t same = 0;
-#pragma unroll
-        for (int k = 0; k < kIds; ++k) {
-          hits |= (owner == key[k] ? 1u : 0u) << k;
-          same |= (other[j] == id[k] ? 1u : 0u) << k;
-        }
-        for (; same; same &= same - 1) atomicAdd(&s->pair[__ffs(same) - 1], 1);
-      }
-    }
-#pragma unroll
-    for (int k = 0; k < kIds; ++k) {
-      if (key[k] < 0) continue;
-      const int n = __popc(__ballot_sync(kFull, hits >> k & 1));
+    for (int d = 1; d < 8; d *= 2) ranks |= __shfl_xor_sync(kFull, ranks, d);
+#pragma unroll 1
+    for (int k = 0; k < topk; ++k) {
+      const int key = s->key[k];
+      if (key < 0) continue;
+      const int n = __popc(__ballot_sync(kFull, ranks >> key & 1)) / 8;
       if (lane_id() == 0 && n) atomicAdd(&s->row[k], n);
     }
   }
 }
-/// The same for many experts per token: a warp looks at one earlier token, a lane at one of its entries (and the 32nd after it).
-template <>
-__device__ __forceinline__ void count_earlier<1>(const DispatchArgs& a, const Tables& t, Token* s, int token, const int32_t*) {
+/// The same for any number of experts and ranks: a warp looks at one earlier token, a lane at one of its entries (and the 32nd after it).
+__device__ __forceinline__ void count_earlier(const DispatchArgs& a, const Tables& t, Token* s, int token) {
   const int topk = a.num_topk;
+#pragma unroll 1
   for (int u = warp_id(); u < token; u += num_warps()) {
     int other[2], owner[2];
+#pragma unroll 1
     for (int h = 0; h < 2; ++h) {
       const int j = h * 32 + lane_id();
       other[h] = j < topk ? id_of(a, static_cast<int64_t>(u) * topk + j) : -1;
       owner[h] = other[h] >= 0 ? t.owner[other[h]] : -1;
     }
+#pragma unroll 1
     for (int k = 0; k < topk; ++k) {
       const int key = s->key[k], id = s->id[k];
       const int n = id < 0 ? 0 : __popc(__ballot_sync(kFull, other[0] == id)) + __popc(__ballot_sync(kFull, other[1] == id));
@@ -184,8 +202,8 @@ __device__ __forceinline__ void count_earlier<1>(const DispatchArgs& a, const Ta
 }
 
 /// Routing of a token into `s`: ids, places. Of a known routing it is read.
-template <int kIds>
-__device__ __forceinline__ void find_places(const DispatchArgs& a, const Tables& t, Token* s, int64_t token, const Early<kIds>* early) {
+template <bool kPlain>
+__device__ __forceinline__ void find_places(const DispatchArgs& a, const Tables& t, Token* s, int64_t token, const Early& early, bool use_early) {
   const int topk = a.num_topk, k = thread();
   const int64_t i = token * topk + k;
   if (a.cached) {
@@ -199,15 +217,16 @@ __device__ __forceinline__ void find_places(const DispatchArgs& a, const Tables&
     return;
   }
   if (k < topk) {
-    const int id = early ? early->id : id_of(a, i);
+    const int id = use_early ? early.id : id_of(a, i);
     s->id[k] = id < 0 ? -1 : id;
-    s->weight[k] = early ? early->weight : weight_of(a, i);
+    s->weight[k] = use_early ? early.weight : weight_of(a, i);
   }
   __syncthreads();  // also for the tables of experts
   if (k < topk) {
     const int id = s->id[k], dest = id >= 0 ? t.owner[id] : -2;
     bool first = id >= 0;
     int same = 0;
+#pragma unroll 1
     for (int j = 0; j < k; ++j) {
       const int other = s->id[j];
       if (other < 0) continue;
@@ -219,7 +238,8 @@ __device__ __forceinline__ void find_places(const DispatchArgs& a, const Tables&
     s->row[k] = 0;
   }
   __syncthreads();
-  count_earlier<kIds>(a, t, s, static_cast<int>(token), early ? early->ids : nullptr);
+  if constexpr (kPlain) count_earlier_plain(a, t, s, static_cast<int>(token), early, use_early);
+  else count_earlier(a, t, s, static_cast<int>(token));
 }
 
 /// What the source keeps of a token's routing.
@@ -239,12 +259,13 @@ __device__ __forceinline__ void write_routing(const DispatchArgs& a, const Table
 
 /// Builds the row of `token` in shared memory; `own_row` (shared) becomes its place in this rank's own list, -1 if it does not
 /// stay here. The whole block calls it, with everything else in shared memory at rest.
-template <int kIds>
-__device__ __forceinline__ void prepare_token(const DispatchArgs& a, const RowFormat& f, const Tables& t, Token* s, int64_t token,
-                                              const Early<kIds>* early, std::byte* row, int32_t* own_row) {
+template <bool kPlain>
+__device__ __forceinline__ void prepare_token(const DispatchArgs& a, const RowFormat& f, const Tables& t, Token* s, int64_t token, const Early& early,
+                                              bool use_early, std::byte* row, int32_t* own_row) {
   if (thread() == 0) *own_row = -1;
-  find_places<kIds>(a, t, s, token, early);
-  build_row(a, f, token, early ? early->x : nullptr, row);
+  find_places<kPlain>(a, t, s, token, early, use_early);
+  if constexpr (kPlain) build_row_plain(a, f, token, early, use_early, row);
+  else build_row(a, f, token, row);
   bulk_can_read();
   __syncthreads();
   const int k = thread();
@@ -263,15 +284,24 @@ __device__ __forceinline__ void prepare_token(const DispatchArgs& a, const RowFo
 /// To all ranks but this one.
 __device__ __forceinline__ void send_row(const DispatchArgs& a, const RowFormat& f, const Token* s, Call call, const std::byte* row) {
   const Common& c = a.common;
+#pragma unroll 1
   for (int k = 0; k < a.num_topk; ++k) {
     const int d = s->key[k];
     if (d < 0 || d == c.team.rank) continue;
     auto* to = reinterpret_cast<uint4*>(c.team.base[d] + c.arena.ll_dispatch_at(c.lane, call.copy, c.team.rank, s->row[k]));
+#pragma unroll 1
     for (int w = thread(); w < f.num_words; w += num_threads()) {
       const uint32_t* p = reinterpret_cast<const uint32_t*>(row) + kWordPayload * w;
       store_word(to + w, uint4{p[0], p[1], p[2], call.epoch});
     }
   }
+}
+
+/// id_of(), all bits of it.
+__device__ __forceinline__ int wide_id_of(const DispatchArgs& a, int64_t i) {
+  const int id = id_of(a, i);
+  const bool fits = !a.ids_are_64 || __ldg(static_cast<const int32_t*>(a.topk_idx) + 2 * i + 1) == id >> 31;
+  return fits ? id : -2;
 }
 
 /// Facts and counts to all ranks, this one included.
@@ -285,33 +315,35 @@ __device__ inline void send_counts(const DispatchArgs& a, const Tables& t, Call 
     return;
   }
   int32_t* rows = t.scratch;
+#pragma unroll 1
   for (int i = thread(); i < ranks; i += num_threads()) rows[i] = 0;
+#pragma unroll 1
   for (int i = thread(); i < ranks * c.max_local; i += num_threads()) t.before[i] = 0;
   __syncthreads();
   int bad = -1;  // where an id is no expert
+#pragma unroll 1
   for (int base = warp_id() * 32; base < tokens; base += num_threads()) {
     const int u = base + lane_id();
     uint64_t low = 0, high = 0;  // ranks that the token goes to
-    for (int first = 0; u < tokens && first < topk; first += 8) {
-      const int n = min(8, topk - first);
-      int32_t ids[8];
-      load_ids<8>(a, static_cast<int64_t>(u) * topk + first, n, ids);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        if (ids[j] == -2) bad = u * kMaxTopk + first + j;
-        if (ids[j] < 0) continue;
-        const int owner = t.owner[ids[j]];
-        atomicAdd(&t.before[owner * c.max_local + t.local[ids[j]]], 1);
-        (owner < 64 ? low : high) |= 1ull << owner % 64;
-      }
+#pragma unroll 4
+    for (int j = 0; j < topk; ++j) {
+      const int id = u < tokens ? wide_id_of(a, static_cast<int64_t>(u) * topk + j) : -1;
+      if (id == -2) bad = u * kMaxTopk + j;
+      if (id < 0) continue;
+      const int owner = t.owner[id];
+      atomicAdd(&t.before[owner * c.max_local + t.local[id]], 1);
+      (owner < 64 ? low : high) |= 1ull << owner % 64;
     }
     if (ranks <= 8) {
+#pragma unroll 1
       for (int r = 0; r < ranks; ++r) {
         const int n = __popc(__ballot_sync(kFull, low >> r & 1));
         if (lane_id() == 0 && n) atomicAdd(&rows[r], n);
       }
     } else {
+#pragma unroll 1
       for (; low; low &= low - 1) atomicAdd(&rows[__ffsll(static_cast<long long>(low)) - 1], 1);
+#pragma unroll 1
       for (; high; high &= high - 1) atomicAdd(&rows[63 + __ffsll(static_cast<long long>(high))], 1);
     }
   }

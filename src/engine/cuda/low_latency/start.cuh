@@ -105,13 +105,16 @@ inline constexpr uint64_t kStartTime = 20'000;
 __device__ __forceinline__ int next_unstarted(const Common& c, uint32_t epoch, int next, bool first) {
   if (first) {
     const uint64_t begin = clock_ns();
+#pragma unroll 1
     for (bool late = false; !late;) {
       bool all = true;
+#pragma unroll 1
       for (int b = lane_id(); b < num_blocks(); b += 32) all = all && has_started(c, b, epoch);
       if (__all_sync(kFull, all)) return -1;
       late = __any_sync(kFull, clock_ns() - begin > kStartTime);
     }
   }
+#pragma unroll 1
   for (; next < num_blocks(); ++next) {
     if (__any_sync(kFull, !has_started(c, next, epoch))) return next;
   }
@@ -123,10 +126,12 @@ __device__ __forceinline__ int next_unstarted(const Common& c, uint32_t epoch, i
 template <class Send, class Meanwhile>
 __device__ __forceinline__ void send_for_all(const Common& c, uint32_t epoch, Send send, Meanwhile meanwhile) {
   int next = 0;
+#pragma unroll 1
   for (int b = block();;) {
     send(b);
     if (b == block()) {
       bool all = true;
+#pragma unroll 1
       for (int i = thread(); i < num_blocks(); i += num_threads()) all = has_started(c, i, epoch) && all;
       meanwhile();
       if (!__syncthreads_or(!all)) return;
@@ -158,9 +163,11 @@ __device__ __forceinline__ void send_facts(const Common& c, Call call, FactWords
   constexpr int kNum = (HeaderInts::kRows + kWordPayload - 1) / kWordPayload;
   if (lane_id() == 0) fill_facts(c, call.epoch, false, 0, facts);
   __syncwarp();
+#pragma unroll 1
   for (int i = lane_id(); i < kNum * c.team.num_ranks; i += 32) {
     const int rank = i / kNum, w = i % kNum;
     uint32_t p[kWordPayload];
+#pragma unroll 1
     for (int j = 0; j < kWordPayload; ++j) p[j] = w * kWordPayload + j < HeaderInts::kRows ? facts->words[w * kWordPayload + j] : 0;
     store_word(reinterpret_cast<uint4*>(c.team.base[rank] + c.arena.header_at(c.lane, call.copy, c.team.rank)) + w,
                uint4{p[0], p[1], p[2], call.epoch});
@@ -172,6 +179,7 @@ static_assert(HeaderInts::kHash == 0 && HeaderInts::kRefused == 2, "the first wo
 __device__ __forceinline__ bool all_agree(const Common& c, Call call) {
   bool good = true;
   uint4 mine{};
+#pragma unroll 1
   for (int at = 0; at < c.team.num_ranks && good; at += 32) {
     const int s = at + lane_id();
     uint4 theirs{};

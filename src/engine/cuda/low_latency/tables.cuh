@@ -67,27 +67,10 @@ struct Admission {
   int32_t asked;
 };
 
+/// Entry `i` of topk_idx; -2: no expert. Of 64-bit ids the lower half says it: block 0 looks at the upper ones, too (send_counts).
 __device__ __forceinline__ int id_of(const DispatchArgs& a, int64_t i) {
-  const int64_t id = a.ids_are_64 ? __ldg(static_cast<const long long*>(a.topk_idx) + i) : __ldg(static_cast<const int32_t*>(a.topk_idx) + i);
-  return id >= -1 && id < a.common.num_experts ? static_cast<int>(id) : -2;
-}
-
-/// Entries [first, first + n) of topk_idx: all loads go out before the first is looked at.
-template <int kNum>
-__device__ __forceinline__ void load_ids(const DispatchArgs& a, int64_t first, int n, int32_t* ids) {
-  if (a.ids_are_64) {
-    long long raw[kNum];
-#pragma unroll
-    for (int j = 0; j < kNum; ++j) raw[j] = __ldg(static_cast<const long long*>(a.topk_idx) + first + (j < n ? j : 0));
-#pragma unroll
-    for (int j = 0; j < kNum; ++j) ids[j] = j < n && raw[j] >= -1 && raw[j] < a.common.num_experts ? static_cast<int>(raw[j]) : j < n ? -2 : -1;
-  } else {
-    int32_t raw[kNum];
-#pragma unroll
-    for (int j = 0; j < kNum; ++j) raw[j] = __ldg(static_cast<const int32_t*>(a.topk_idx) + first + (j < n ? j : 0));
-#pragma unroll
-    for (int j = 0; j < kNum; ++j) ids[j] = j < n && raw[j] >= -1 && raw[j] < a.common.num_experts ? raw[j] : j < n ? -2 : -1;
-  }
+  const int id = __ldg(static_cast<const int32_t*>(a.topk_idx) + (i << (a.ids_are_64 ? 1 : 0)));
+  return static_cast<uint32_t>(id + 1) <= static_cast<uint32_t>(a.common.num_experts) ? id : -2;
 }
 
 __device__ __forceinline__ int padded(int n, int alignment) { return (n + alignment - 1) / alignment * alignment; }
@@ -131,6 +114,7 @@ __device__ inline bool gather_counts(const DispatchArgs& a, Call call, const Tab
   const Common& c = a.common;
   const int ranks = c.team.num_ranks, local = a.num_local;
   bool good = true;
+#pragma unroll 1
   for (int i = thread(); good && i < items.num; i += num_threads()) {
     const int s = i / items.per_source, j = i % items.per_source, w = items.word(c, j);
     uint4 word = seen;
@@ -146,6 +130,7 @@ __device__ inline bool gather_counts(const DispatchArgs& a, Call call, const Tab
     }
   }
   if (!__syncthreads_and(good)) return false;
+#pragma unroll 1
   for (int s = lane_id(); s < ranks; s += 32) {  // in every warp, so that all come to the same
     good = good && m->facts[s][0] == m->facts[c.team.rank][0] && m->facts[s][1] == m->facts[c.team.rank][1] && m->facts[s][2] == 0;
   }
@@ -166,8 +151,8 @@ __device__ __forceinline__ bool remote_pair(const DispatchArgs& a, Call call, co
 
 /// Goes through the rows of source `s` from its first on and adds their pairs to `admitted`, until `most_rows` rows are done or, if
 /// `capacity` >= 0, a pair does not fit. Rare, so one thread does it. False: given up.
-__device__ inline bool walk(const DispatchArgs& a, Call call, const RowFormat& f, const Tables& t, Admission* m, int s, int most_rows, int64_t used,
-                            int64_t capacity) {
+__device__ __noinline__ bool walk(const DispatchArgs& a, Call call, RowFormat f, Tables t, Admission* m, int s, int most_rows, int64_t used,
+                                  int64_t capacity) {
   const Common& c = a.common;
   const int topk = a.num_topk;
   const bool own = s == c.team.rank;
@@ -175,11 +160,13 @@ __device__ inline bool walk(const DispatchArgs& a, Call call, const RowFormat& f
   __shared__ bool done;
   int row = 0;  // of thread 0
   if (thread() == 0) done = most_rows == 0;
+#pragma unroll 1
   for (int begin = 0; begin < units; begin += 32) {
     __syncthreads();
     if (done) break;
     bool good = true;
     const int n = min(32, units - begin) * topk;
+#pragma unroll 1
     for (int i = thread(); good && i < n; i += num_threads()) {
       int e = -1;
       if (own) {
@@ -192,8 +179,10 @@ __device__ inline bool walk(const DispatchArgs& a, Call call, const RowFormat& f
     }
     if (!__syncthreads_and(good)) return false;
     if (thread() != 0) continue;
+#pragma unroll 1
     for (int u = 0; u < n && !done; u += topk) {
       bool here = false;
+#pragma unroll 1
       for (int k = 0; k < topk && !done; ++k) {
         const int e = t.scratch[u + k];
         if (e < 0) continue;
@@ -220,10 +209,12 @@ __device__ inline bool walk(const DispatchArgs& a, Call call, const RowFormat& f
 __device__ __forceinline__ void place_groups(const DispatchArgs& a, const Tables& t) {
   const int local = a.num_local;
   int begin = 0;
+#pragma unroll 1
   for (int at = 0; at < local; at += 32) {
     const int e = at + lane_id();
     const int n = e < local ? padded(t.admitted[e], a.layout == Layout::expert_major ? a.alignment : 1) : 0;
     int run = n;
+#pragma unroll 1
     for (int d = 1; d < 32; d *= 2) {
       const int v = __shfl_up_sync(kFull, run, d);
       if (lane_id() >= d) run += v;
@@ -237,11 +228,13 @@ __device__ __forceinline__ void place_groups(const DispatchArgs& a, const Tables
 /// Sum over the block of a value per thread; everyone gets it.
 __device__ __forceinline__ int block_sum(int v) {
   __shared__ int partial[32];
+#pragma unroll 1
   for (int d = 16; d > 0; d /= 2) v += __shfl_xor_sync(kFull, v, d);
   __syncthreads();
   if (lane_id() == 0) partial[warp_id()] = v;
   __syncthreads();
   int sum = 0;
+#pragma unroll 1
   for (int w = 0; w < num_warps(); ++w) sum += partial[w];
   return sum;
 }
@@ -252,6 +245,7 @@ __device__ inline bool admit(const DispatchArgs& a, Call call, const RowFormat& 
   if (thread() == 0) {
     int asked = 0;
     m->begins[0] = 0;
+#pragma unroll 1
     for (int s = 0; s < ranks; ++s) {
       asked += m->rows[s];
       m->begins[s + 1] = static_cast<int32_t>(min(static_cast<int64_t>(asked), a.block_rows));
@@ -262,8 +256,10 @@ __device__ inline bool admit(const DispatchArgs& a, Call call, const RowFormat& 
   }
   const bool slab = a.layout == Layout::expert_slab;
   int full = 0;
+#pragma unroll 1
   for (int e = thread(); e < local; e += num_threads()) {
     int run = 0;
+#pragma unroll 1
     for (int s = 0; s < ranks; ++s) {
       const int n = t.before[s * most_local + e];
       t.before[s * most_local + e] = run;
@@ -284,16 +280,19 @@ __device__ inline bool admit(const DispatchArgs& a, Call call, const RowFormat& 
   if (major ? all > a.capacity : m->asked > m->begins[ranks]) {
     // The source in which admission ends: what is before it is admitted in full.
     int s = 0;
+#pragma unroll 1
     for (; s + 1 < ranks; ++s) {
       if (!major) {
         if (m->begins[s + 1] - m->begins[s] < m->rows[s]) break;
         continue;
       }
       int sum = 0;
+#pragma unroll 1
       for (int e = thread(); e < local; e += num_threads()) sum += padded(t.before[(s + 1) * most_local + e], a.alignment);
       if (block_sum(sum) > a.capacity) break;
     }
     int used = 0;
+#pragma unroll 1
     for (int e = thread(); e < local; e += num_threads()) {
       t.admitted[e] = t.before[s * most_local + e];
       used += padded(t.admitted[e], a.alignment);
