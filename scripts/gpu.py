@@ -11,6 +11,7 @@ A machine with GPUs often has neither git nor GoogleTest. So programs are packed
 the driver. A record takes its trees from the pack; a dirty tree is not packed, or with --try without trees, which makes no record.
 """
 import argparse
+import importlib.util
 import json
 import os
 import pathlib
@@ -35,6 +36,22 @@ SETTINGS = {
     "cuda_engine_contract_test": {"shards": 10, "seconds": 240, "also": [("no_sm90", {"TURNOUT_CUDA_LIBRARY": "no_sm90"}, [])]},
     "cuda_window_test": {"also": [("ipc", {"TURNOUT_DEVICE_MEMORY": "ipc"}, [])]},
     "cuda_window_process_test": {"also": [("ipc", {"TURNOUT_DEVICE_MEMORY": "ipc"}, [])]},
+    "cuda_bad_input_test": {"shards": 4},
+    "cuda_lifecycle_test": {"shards": 2},
+    # These take whole GPUs or measure time: nothing runs beside them.
+    "cuda_graphs_test": {"alone": True},
+    "cuda_litmus_test": {"alone": True},
+    "cuda_nccl_order_test": {"alone": True},
+    "cuda_process_test": {"alone": True},
+    "cuda_streams_test": {"alone": True},
+    "soak": {
+        "run": False,
+        "also": [
+            ("threads", {}, ["--device", "cuda", "--steps", "500", "--seed", "1"]),
+            ("two_gpus", {}, ["--device", "cuda", "--gpus", "2", "--steps", "300", "--seed", "100"]),
+            ("processes", {}, ["--device", "cuda", "--gpus", "2", "--ranks", "2", "--transport", "shm", "--steps", "500", "--seed", "200"]),
+        ],
+    },
 }
 AT_ONCE = 6  # programs on the machine at a time: they wait for the host more than for the GPU
 
@@ -83,8 +100,18 @@ def read_trees(folder):
         sys.exit(f"gpu.py: {folder} is no pack: {error}")
 
 
+def nccl():
+    """The library that comes with PyTorch, if this Python has one."""
+    try:
+        found = importlib.util.find_spec("nvidia.nccl")
+        return str(pathlib.Path(next(iter(found.submodule_search_locations))) / "lib" / "libnccl.so.2") if found else ""
+    except (ImportError, StopIteration):
+        return ""
+
+
 def environment(folder, more=None):
     env = dict(os.environ)
+    env.setdefault("TURNOUT_TEST_NCCL", nccl())
     env["LD_LIBRARY_PATH"] = ":".join(filter(None, [str(folder), env.get("LD_LIBRARY_PATH")]))
     env.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     env["TURNOUT_CUDA_LIBRARY"] = str(folder / "libturnout_cuda.so")
@@ -104,8 +131,8 @@ def gpus():
 
 
 class Job:
-    def __init__(self, name, words, env, seconds):
-        self.name, self.words, self.env, self.seconds = name, words, env, seconds
+    def __init__(self, name, words, env, seconds, alone=False):
+        self.name, self.words, self.env, self.seconds, self.alone = name, words, env, seconds, alone
         self.passed, self.failed, self.skipped, self.took = 0, [], 0, 0.0
 
     def run(self, folder, logs):
@@ -138,16 +165,17 @@ class Job:
 def jobs_of(folder, part, total, wanted):
     """Runs of the programs of a pack; those of one part of `total`."""
     jobs = []
-    for program in sorted(folder.glob("*_test")):
+    for program in sorted([*folder.glob("*_test"), *folder.glob("soak")]):
         setting = SETTINGS.get(program.name, {})
-        for suffix, env, arguments in [("", {}, [])] + setting.get("also", []):
+        plain = [("", {}, [])] if setting.get("run", True) else []
+        for suffix, env, arguments in plain + setting.get("also", []):
             if env.get("TURNOUT_CUDA_LIBRARY") == "no_sm90" and not (folder / "libturnout_cuda_no_sm90.so").exists():
                 continue
             shards = setting.get("shards", 1)
             for shard in range(shards):
                 name = program.name + (f".{suffix}" if suffix else "") + (f".{shard + 1}of{shards}" if shards > 1 else "")
                 split = {"GTEST_TOTAL_SHARDS": str(shards), "GTEST_SHARD_INDEX": str(shard)} if shards > 1 else {}
-                jobs.append(Job(name, [str(program), *arguments], {**env, **split}, setting.get("seconds", 120)))
+                jobs.append(Job(name, [str(program), *arguments], {**env, **split}, setting.get("seconds", 120), setting.get("alone", False)))
     jobs = [job for job in jobs if wanted in job.name]
     return jobs[part - 1 :: total]
 
@@ -203,7 +231,8 @@ def test(args):
     if not jobs:
         sys.exit(f"gpu.py: no test of {folder} has {args.filter!r} in its name")
     print(f"{words or 'no GPU'}: {len(jobs)} runs, {AT_ONCE} at a time")
-    run_jobs(jobs, folder, logs, AT_ONCE)
+    run_jobs([job for job in jobs if not job.alone], folder, logs, AT_ONCE)
+    run_jobs([job for job in jobs if job.alone], folder, logs, 1)
     passed, skipped = sum(j.passed for j in jobs), sum(j.skipped for j in jobs)
     failed = [f"{j.name}: {name}" for j in jobs for name in j.failed]
     for job in jobs:
