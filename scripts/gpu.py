@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """Tests and figures of GPUs, in records: what `./dev gpu-test` and `./dev gpu-bench` start.
 
-usage: gpu.py pack BUILD DIR [--try] [--no-sm90 LIBRARY]   programs of a build, stripped, with the trees that they were built from
+usage: gpu.py trees                                        the hashes of the trees at hand, which must be clean
+       gpu.py pack BUILD DIR [--try | --trees FILE] [--no-sm90 LIBRARY]
+                                                           programs of a build, stripped, with the trees that they were built from
        gpu.py test DIR [--part N/M] [--filter TEXT] [--output FILE] [--logs DIR]
        gpu.py bench DIR [--filter TEXT] [--output FILE] [--calls N]
        gpu.py fresh [FILE...]                              does a record of this tree's CUDA code exist? exit 1 if not
@@ -11,6 +13,7 @@ A machine with GPUs often has neither git nor GoogleTest. So programs are packed
 the driver. A record takes its trees from the pack; a dirty tree is not packed, or with --try without trees, which makes no record.
 """
 import argparse
+import importlib.util
 import json
 import os
 import pathlib
@@ -32,11 +35,33 @@ LIBRARIES = ["**/libturnout_cuda.so", "**/libturnout.so.*"]
 # How a program is run, if not once on all GPUs for at most two minutes. `gpus`: 1 runs beside others, on any one GPU. `shards`: parts
 # of a GoogleTest program that may run side by side. `also`: (suffix, words of the environment, arguments) of further runs.
 SETTINGS = {
-    "cuda_engine_contract_test": {"shards": 10, "seconds": 240, "also": [("no_sm90", {"TURNOUT_CUDA_LIBRARY": "no_sm90"}, [])]},
+    "cuda_engine_contract_test": {"shards": 10, "seconds": 240, "also": [
+        ("no_sm90", {"TURNOUT_CUDA_LIBRARY": "no_sm90"}, []),
+        ("memcheck", {}, ["--gtest_filter=*SmallCalls*"]),
+        ("racecheck", {}, ["--gtest_filter=*SmallCalls*"])]},
+    "cuda_low_latency_test": {"shards": 6, "also": [("no_sm90", {"TURNOUT_CUDA_LIBRARY": "no_sm90"}, [])]},
     "cuda_command_test": {"seconds": 240},
     "cuda_window_test": {"also": [("ipc", {"TURNOUT_DEVICE_MEMORY": "ipc"}, [])]},
     "cuda_window_process_test": {"also": [("ipc", {"TURNOUT_DEVICE_MEMORY": "ipc"}, [])]},
+    "cuda_bad_input_test": {"shards": 4},
+    "cuda_lifecycle_test": {"shards": 2},
+    # These take whole GPUs or measure time: nothing runs beside them.
+    "cuda_graphs_test": {"alone": True},
+    "cuda_litmus_test": {"alone": True},
+    "cuda_nccl_order_test": {"alone": True},
+    "cuda_process_test": {"alone": True},
+    "cuda_streams_test": {"alone": True},
+    "soak": {
+        "run": False,
+        "also": [
+            ("threads", {}, ["--device", "cuda", "--steps", "500", "--seed", "1"]),
+            ("two_gpus", {}, ["--device", "cuda", "--gpus", "2", "--steps", "300", "--seed", "100"]),
+            ("processes", {}, ["--device", "cuda", "--gpus", "2", "--ranks", "2", "--transport", "shm", "--steps", "500", "--seed", "200"]),
+        ],
+    },
 }
+# Runs of these names are made under compute-sanitizer, where it is.
+SANITIZER = ["compute-sanitizer", "--error-exitcode", "9", "--target-processes", "all", "--tool"]
 AT_ONCE = 6  # programs on the machine at a time: they wait for the host more than for the GPU
 
 
@@ -50,10 +75,15 @@ def trees_here():
     return {"tree": git("rev-parse", "HEAD:src").strip(), "tree_cuda": run.stdout.strip()}
 
 
-def pack(build, out, attempt, no_sm90):
-    """Copies and strips. Nothing of an earlier pack stays."""
-    if not attempt and git("status", "--porcelain"):
+def clean_trees():
+    if git("status", "--porcelain"):
         sys.exit("gpu.py: the tree is dirty: commit before programs are packed (git status), or --try for a run without a record")
+    return trees_here()
+
+
+def pack(build, out, attempt, given, no_sm90):
+    """Copies and strips. Nothing of an earlier pack stays. `given`: trees of sources that were built where git is missing."""
+    trees = {} if attempt else json.loads(pathlib.Path(given).read_text()) if given else clean_trees()
     build, out = pathlib.Path(build), pathlib.Path(out)
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
@@ -72,7 +102,7 @@ def pack(build, out, attempt, no_sm90):
     missing = [name for name in ("libturnout_cuda.so", "gpu_bench", "turnout") if not (out / name).exists()]
     if missing:
         sys.exit(f"gpu.py: {build} has no {', '.join(missing)}: build it with CUDA (./dev build cuda)")
-    (out / "trees.json").write_text(json.dumps({} if attempt else trees_here()) + "\n")
+    (out / "trees.json").write_text(json.dumps(trees) + "\n")
     size = sum(f.stat().st_size for f in out.iterdir())
     print(f"{out}: {len(copies)} files, {size / 2**20:.1f} MiB")
 
@@ -84,8 +114,18 @@ def read_trees(folder):
         sys.exit(f"gpu.py: {folder} is no pack: {error}")
 
 
+def nccl():
+    """The library that comes with PyTorch, if this Python has one."""
+    try:
+        found = importlib.util.find_spec("nvidia.nccl")
+        return str(pathlib.Path(next(iter(found.submodule_search_locations))) / "lib" / "libnccl.so.2") if found else ""
+    except (ImportError, StopIteration):
+        return ""
+
+
 def environment(folder, more=None):
     env = dict(os.environ)
+    env.setdefault("TURNOUT_TEST_NCCL", nccl())
     env["LD_LIBRARY_PATH"] = ":".join(filter(None, [str(folder), env.get("LD_LIBRARY_PATH")]))
     env.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     env["TURNOUT_CUDA_LIBRARY"] = str(folder / "libturnout_cuda.so")
@@ -105,8 +145,8 @@ def gpus():
 
 
 class Job:
-    def __init__(self, name, words, env, seconds):
-        self.name, self.words, self.env, self.seconds = name, words, env, seconds
+    def __init__(self, name, words, env, seconds, alone=False):
+        self.name, self.words, self.env, self.seconds, self.alone = name, words, env, seconds, alone
         self.passed, self.failed, self.skipped, self.took = 0, [], 0, 0.0
 
     def run(self, folder, logs):
@@ -141,7 +181,8 @@ def jobs_of(folder, part, total, wanted):
     jobs = []
     for program in sorted([*folder.glob("*_test"), *folder.glob("soak")]):
         setting = SETTINGS.get(program.name, {})
-        for suffix, env, arguments in [("", {}, setting.get("first", []))] + setting.get("also", []):
+        plain = [("", {}, [])] if setting.get("run", True) else []
+        for suffix, env, arguments in plain + setting.get("also", []):
             if env.get("TURNOUT_CUDA_LIBRARY") == "no_sm90" and not (folder / "libturnout_cuda_no_sm90.so").exists():
                 continue
             under = [*SANITIZER, suffix] if suffix in ("memcheck", "racecheck") else []
@@ -151,7 +192,7 @@ def jobs_of(folder, part, total, wanted):
             for shard in range(shards):
                 name = program.name + (f".{suffix}" if suffix else "") + (f".{shard + 1}of{shards}" if shards > 1 else "")
                 split = {"GTEST_TOTAL_SHARDS": str(shards), "GTEST_SHARD_INDEX": str(shard)} if shards > 1 else {}
-                jobs.append(Job(name, [*under, str(program), *arguments], {**env, **split}, setting.get("seconds", 120)))
+                jobs.append(Job(name, [*under, str(program), *arguments], {**env, **split}, setting.get("seconds", 120), setting.get("alone", False)))
     jobs = [job for job in jobs if wanted in job.name]
     return jobs[part - 1 :: total]
 
@@ -207,7 +248,8 @@ def test(args):
     if not jobs:
         sys.exit(f"gpu.py: no test of {folder} has {args.filter!r} in its name")
     print(f"{words or 'no GPU'}: {len(jobs)} runs, {AT_ONCE} at a time")
-    run_jobs(jobs, folder, logs, AT_ONCE)
+    run_jobs([job for job in jobs if not job.alone], folder, logs, AT_ONCE)
+    run_jobs([job for job in jobs if job.alone], folder, logs, 1)
     passed, skipped = sum(j.passed for j in jobs), sum(j.skipped for j in jobs)
     failed = [f"{j.name}: {name}" for j in jobs for name in j.failed]
     for job in jobs:
@@ -277,6 +319,7 @@ def main():
     p.add_argument("build")
     p.add_argument("folder")
     p.add_argument("--try", dest="attempt", action="store_true")
+    p.add_argument("--trees", help="what `gpu.py trees` printed where the sources are from")
     p.add_argument("--no-sm90", help="a libturnout_cuda.so built with DISABLE_SM90_FEATURES=1; the contract runs on it, too")
     stamp = time.strftime("%Y-%m-%d-%H%M", time.gmtime())
     for name in ("test", "bench"):
@@ -289,12 +332,16 @@ def main():
     commands.choices["test"].add_argument("--tail", type=int, default=3000, help="characters shown of the log of what failed")
     commands.choices["bench"].add_argument("--calls", type=int, default=200)
     commands.choices["bench"].add_argument("--ranks", type=int, default=0, help="0: one per GPU")
+    commands.add_parser("trees")
     commands.add_parser("fresh").add_argument("files", nargs="*")
     args = parser.parse_args()
     if args.self_test:
         return self_test()
     if args.command == "pack":
-        return pack(args.build, args.folder, args.attempt, args.no_sm90)
+        return pack(args.build, args.folder, args.attempt, args.trees, args.no_sm90)
+    if args.command == "trees":
+        print(json.dumps(clean_trees()))
+        return 0
     if args.command == "fresh":
         return fresh(args.files)
     if args.command in ("test", "bench"):

@@ -14,6 +14,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <iterator>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -22,6 +23,43 @@
 namespace {
 
 constexpr const char* kFailedBefore = "TURNOUT_TEST_FAILED_BEFORE";
+constexpr const char* kCasesBefore = "TURNOUT_TEST_CASES_BEFORE";  ///< what processes before this one did, as a report has it
+
+std::string from_environment(const char* name) {
+  const char* value = std::getenv(name);
+  return value ? value : "";
+}
+
+/// The cases that have ended, and `current`, which has failed, as GoogleTest reports them.
+std::string report_of_cases(const ::testing::TestInfo& current) {
+  const ::testing::UnitTest& unit = *::testing::UnitTest::GetInstance();
+  std::string text = from_environment(kCasesBefore);
+  for (int s = 0; s < unit.total_test_suite_count(); ++s) {
+    const ::testing::TestSuite& suite = *unit.GetTestSuite(s);
+    for (int t = 0; t < suite.total_test_count(); ++t) {
+      const ::testing::TestInfo& info = *suite.GetTestInfo(t);
+      const bool failed = &info == &current || (info.should_run() && info.result()->Failed());
+      if (info.should_run()) {
+        text += std::string("<testcase name=\"") + info.name() + "\" classname=\"" + info.test_suite_name() + "\" status=\"run\" result=\"" +
+                (info.result()->Skipped() ? "skipped" : "completed") + "\">" + (failed ? "<failure/>" : "") + "</testcase>\n";
+      }
+      if (&info == &current) return text;
+    }
+  }
+  return text;
+}
+
+/// Puts those cases into the report of this process.
+void complete_report() {
+  const std::string cases = from_environment(kCasesBefore), output = GTEST_FLAG_GET(output);
+  if (cases.empty() || output.rfind("xml:", 0) != 0) return;
+  std::ifstream in(output.substr(4));
+  std::string text((std::istreambuf_iterator<char>(in)), {});
+  const size_t end = text.rfind("</testsuites>");
+  if (end == std::string::npos) return;
+  text.insert(end, "<testsuite name=\"before\">\n" + cases + "</testsuite>\n");
+  std::ofstream(output.substr(4)) << text;
+}
 
 /// Ends the processes that this one has started.
 void end_children() {
@@ -67,8 +105,9 @@ class Again {
       }
     }
     if (num_left == 0) filter_ = "--gtest_filter=-*";
-    const char* before = std::getenv(kFailedBefore);
-    failed_ = (before ? std::string(before) + " " : "") + name_;
+    const std::string before = from_environment(kFailedBefore);
+    failed_ = (before.empty() ? "" : before + " ") + name_;
+    cases_ = report_of_cases(current);
   }
   const std::string& name() const { return name_; }
   [[noreturn]] void start(const char* why) {
@@ -76,6 +115,7 @@ class Again {
     std::fflush(stdout);
     end_children();
     setenv(kFailedBefore, failed_.c_str(), 1);
+    setenv(kCasesBefore, cases_.c_str(), 1);
     sigset_t none;
     sigemptyset(&none);
     sigprocmask(SIG_SETMASK, &none, nullptr);
@@ -85,7 +125,7 @@ class Again {
   }
 
  private:
-  std::string path_, filter_, name_, failed_;
+  std::string path_, filter_, name_, failed_, cases_;
 };
 
 Again* again = nullptr;
@@ -164,8 +204,9 @@ int main(int argc, char** argv) {
   for (int signal : {SIGSEGV, SIGBUS, SIGABRT, SIGFPE, SIGILL}) std::signal(signal, crashed);
   ::testing::UnitTest::GetInstance()->listeners().Append(new Deadline);  // GoogleTest owns it
   int status = RUN_ALL_TESTS();
-  if (const char* before = std::getenv(kFailedBefore)) {
-    std::printf("[  FAILED  ] before this process: %s\n", before);
+  complete_report();
+  if (const std::string before = from_environment(kFailedBefore); !before.empty()) {
+    std::printf("[  FAILED  ] before this process: %s\n", before.c_str());
     status = 1;
   }
   return status;

@@ -54,8 +54,10 @@ std::unique_ptr<DevicePending> Engine::combine(const turnout::CombineArgs& args,
                                                std::shared_ptr<const DeviceRouting> handle, bool receive_now) {
   CurrentDevice current(device_);
   std::lock_guard lock(mutex_);
+  require_memory();
   raise_failure();
   const auto stream = static_cast<cudaStream_t>(args.stream.native);
+  note_stream(stream);
   auto pending = std::make_unique<PendingCall>(shared_from_this(), args.lane, stream);
   pending->routing = std::static_pointer_cast<const RoutingMemory>(handle);
   CombineArgs& a = pending->combine;
@@ -108,6 +110,7 @@ std::unique_ptr<DevicePending> Engine::combine(const turnout::CombineArgs& args,
 
 void PendingCall::join() {
   std::lock_guard lock(engine_->mutex_);
+  if (generation != engine_->generation_) throw InvalidArgument("the call was lost in recover()");
   --engine_->lanes_[static_cast<size_t>(lane)].outstanding;
 }
 

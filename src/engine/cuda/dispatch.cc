@@ -139,6 +139,13 @@ void Engine::place_block(DispatchArgs& a, int64_t rows, std::shared_ptr<Hold>* b
 /// Where the rows of the result go, if not where they land.
 void Engine::place_result(const turnout::DispatchArgs& args, DispatchArgs& a, std::shared_ptr<Hold>* result, cudaStream_t stream) const {
   const int64_t rows = a.result_rows;
+  if (args.out.defined()) {
+    const int64_t room = args.out.num_elements() / args.out.shape[static_cast<size_t>(args.out.ndim - 1)];
+    if (room < rows) {
+      throw InvalidArgument("dispatch: out has room for " + std::to_string(room) + " rows, but the result has " + std::to_string(rows) +
+                            "; nothing was delivered on any rank");
+    }
+  }
   int64_t at = 0;
   const auto take = [&](int64_t bytes) {
     const int64_t here = at;
@@ -205,8 +212,10 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
                                                 std::shared_ptr<const DeviceRouting> cached, bool receive_now) {
   CurrentDevice current(device_);
   std::lock_guard lock(mutex_);
+  require_memory();
   raise_failure();
   const auto stream = static_cast<cudaStream_t>(args.stream.native);
+  note_stream(stream);
   LaneState& lane = lanes_[static_cast<size_t>(args.lane)];
   auto pending = std::make_unique<PendingCall>(shared_from_this(), args.lane, stream);
   DispatchArgs& a = pending->dispatch;

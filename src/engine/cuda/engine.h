@@ -2,8 +2,9 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
-#include <atomic>
 #include <condition_variable>
+#include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -115,6 +116,7 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
   int num_outstanding(int lane) const override { return lanes_[static_cast<size_t>(lane)].outstanding; }
   int num_sms() const override { return num_sms_; }
   std::string_view transport() const override { return shared_->window->transport(); }
+  void watch(std::function<bool(int)> has_closed, std::function<void()> host_check) override;
   void suspend() override;
   void resume() override;
   bool is_released(const void* address) const override;
@@ -148,6 +150,10 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
   void place_result(const turnout::DispatchArgs& args, DispatchArgs& a, std::shared_ptr<Hold>* result, cudaStream_t stream) const;
   [[noreturn]] void throw_record();
   void watch_peers();
+  void note_stream(cudaStream_t stream);
+  void finish_calls(std::string_view what);
+  /// Throws: InvalidArgument between suspend() and resume().
+  void require_memory() const;
   [[noreturn]] void throw_abort(const DeviceRecord& own);
 
   Bootstrap& bootstrap_;
@@ -176,7 +182,11 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
   std::mutex watch_mutex_;
   std::condition_variable watch_stop_;
   bool stopping_ = false;
-  std::atomic<int> gone_{-1};
+  std::function<bool(int)> has_closed_;
+  std::function<void()> host_check_;
+  std::exception_ptr host_failure_;  ///< what `host_check_` threw; these and `generation_` under `watch_mutex_`, too
+  std::vector<cudaStream_t> streams_;
+  bool suspended_ = false;
   mutable std::mutex mutex_;
 };
 

@@ -2,6 +2,7 @@
 #include "engine/cuda/memory.h"
 
 #include <algorithm>
+#include <new>
 
 #include "core/math.h"
 #include "transport/device/driver.h"
@@ -162,7 +163,11 @@ Memory::Piece Memory::take(size_t num_bytes, cudaStream_t stream) {
   while (size < num_bytes) size *= 2;
   if (size > (1u << 20)) size = static_cast<size_t>(core::align_up(static_cast<int64_t>(num_bytes), 1 << 20));
   const uint64_t capture = capture_of(stream);
-  if (allocator_) return {static_cast<std::byte*>(allocator_->allocate(num_bytes)), num_bytes, stream, capture};
+  if (allocator_) {
+    auto* data = static_cast<std::byte*>(allocator_->allocate(num_bytes));
+    if (!data) throw std::bad_alloc();
+    return {data, num_bytes, stream, capture};
+  }
   std::lock_guard lock(mutex_);
   if (!capture && only_.must_share(stream)) {
     for (const auto& [bytes, data] : idle_) fences_.add(reinterpret_cast<size_t>(data), bytes, stream);
@@ -184,6 +189,12 @@ Memory::Piece Memory::take(size_t num_bytes, cudaStream_t stream) {
   check(cudaStreamSynchronize(stream_), "cudaMallocAsync");
   all_.push_back(static_cast<std::byte*>(data));
   return {static_cast<std::byte*>(data), size, stream, capture};
+}
+
+bool Memory::keeps(const void* address) const {
+  const auto* p = static_cast<const std::byte*>(address);
+  std::lock_guard lock(mutex_);
+  return std::any_of(free_.begin(), free_.end(), [&](const auto& piece) { return p >= piece.second && p < piece.second + piece.first; });
 }
 
 void Memory::give_back(const Piece& piece) noexcept {

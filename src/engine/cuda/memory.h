@@ -102,12 +102,14 @@ class Memory {
   /// `of_caller`: from the caller's Allocator if there is one (results; handles are the engine's own).
   Piece take(size_t num_bytes, cudaStream_t stream);
   void give_back(const Piece& piece) noexcept;
+  /// Whether `address` lies in what was given back and not taken again.
+  bool keeps(const void* address) const;
 
  private:
   int device_;
   Allocator* allocator_;
   cudaStream_t stream_;  ///< of allocations; nothing that waits is ever on it
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   Fences fences_;
   OnlyStream only_;
   std::multimap<size_t, std::byte*> idle_;                          ///< given back by the only stream

@@ -44,6 +44,8 @@ __device__ inline void give_up(const Common& c, const DeviceRecord& why) {
   const bool first = write_record(c, why);
   const uint64_t next = c.control->generation + 1;
   for (int r = 0; r < c.team.num_ranks; ++r) {
+    // Memory of a process that has ended may be gone with it.
+    if (r != c.team.rank && *reinterpret_cast<volatile uint32_t*>(&c.host->lost[r]) == kGone) continue;
     if (first && r != c.team.rank) copy_record(c, why, reinterpret_cast<DeviceRecord*>(c.team.base[r] + c.arena.status + kAbortRecordOffset));
     store_release(status_of(c, r), next);
   }
@@ -116,9 +118,11 @@ __device__ __forceinline__ bool wait_until(const Common& c, Phase phase, int pee
       *reinterpret_cast<volatile uint64_t*>(&c.host->status) = c.control->generation + 1;
       return false;
     }
-    if (now - start > limit) {
+    const uint32_t lost = *reinterpret_cast<volatile uint32_t*>(&c.host->lost[peer]);
+    if (lost != 0 || now - start > limit) {
       DeviceRecord r{};
-      r.state = 1;
+      r.state = lost ? kLostPeer : kExpired;
+      r.value = lost;
       r.peer = peer;
       r.phase = static_cast<int32_t>(phase);
       r.epoch = epoch;
