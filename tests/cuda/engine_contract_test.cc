@@ -64,6 +64,16 @@ TEST_P(CudaContract, EqualsTheOracleWhenResultsAreFresh) {
   check(200, 208, limits(), [](uint64_t, RunChoices& r) { r.result = ResultKind::fresh; });
 }
 
+TEST_P(CudaContract, EqualsTheOracleWhenRanksWantResultsInDifferentPlaces) {
+  RandomLimits l = limits();
+  l.layouts = {Layout::rank_major};
+  check(300, 308, l, [](uint64_t seed, RunChoices& r) {
+    r.results_differ = true;
+    r.async = seed % 2 == 0;
+    r.repeats = 2;
+  });
+}
+
 TEST_P(CudaContract, EqualsTheOracleWhenIssuedAndWaitedFor) {
   check(400, 412, limits(), [](uint64_t seed, RunChoices& r) {
     r.async = true;

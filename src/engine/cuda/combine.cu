@@ -2,6 +2,7 @@
 // and writes one record to the source's block; the source adds the records of a token, ranks ascending within a node, nodes
 // ascending. What is on the own rank is summed where it is added, rounded as if it had crossed. A warp does a row.
 #include "engine/cuda/device/combine.cuh"
+#include "engine/cuda/device/tickets.cuh"
 #include "engine/cuda/kernels.h"
 #include "engine/cuda/throughput/bulk.h"
 
@@ -106,22 +107,25 @@ __device__ uint64_t write_record(const CombineArgs& a, core::WireForm form, int6
   return mask;
 }
 
+/// By ticket, all sources in turn: a block waits for partial sums only when blocks that have started have taken all of this rank's.
 template <class T>
-__device__ void send_partials(const CombineArgs& a, core::WireForm form, const Offer* offers, const int32_t* begins, Call call, int64_t first,
-                              int64_t step) {
+__device__ void send_partials(const CombineArgs& a, core::WireForm form, const Offer* offers, const int32_t* begins, Call call) {
   const Common& c = a.common;
-  const int num_ranks = c.team.num_ranks, me = c.team.rank;
-  for (int away = 1; away < num_ranks; ++away) {
-    const int s = (me + away) % num_ranks;
-    for (int64_t i = first; i < begins[s + 1] - begins[s]; i += step) {
-      std::byte* record = offered_block(c, s, offers[s]) + (a.routing.record_begin[s] + i) * a.record_bytes;
-      const uint64_t mask = write_record<T>(a, form, begins[s] + i, record);
-      __syncwarp();
-      if (lane_id() == 0) {
-        fence_system();
-        store_release(reinterpret_cast<uint64_t*>(c.team.base[s] + c.arena.row_at(c.lane, call.copy, me, i)),
-                      signal_of(call.epoch, static_cast<uint32_t>(mask)));
-      }
+  const int num_ranks = c.team.num_ranks, me = c.team.rank, others = num_ranks - 1;
+  int most = 0;
+  for (int s = 0; s < num_ranks; ++s) most = s == me ? most : max(most, begins[s + 1] - begins[s]);
+  Tickets tickets(&c.lane_control->tickets[call.copy][kPushTicket], most * others, static_cast<int>(gridDim.x) * num_warps(), 8);
+  for (int item = tickets.take(); item >= 0; item = tickets.take()) {
+    const int s = (me + 1 + item % others) % num_ranks;
+    const int64_t i = item / others;
+    if (i >= begins[s + 1] - begins[s]) continue;
+    std::byte* record = offered_block(c, s, offers[s]) + (a.routing.record_begin[s] + i) * a.record_bytes;
+    const uint64_t mask = write_record<T>(a, form, begins[s] + i, record);
+    __syncwarp();
+    if (lane_id() == 0) {
+      fence_system();
+      store_release(reinterpret_cast<uint64_t*>(c.team.base[s] + c.arena.row_at(c.lane, call.copy, me, i)),
+                    signal_of(call.epoch, static_cast<uint32_t>(mask)));
     }
   }
 }
@@ -350,11 +354,8 @@ __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_const
   bool good = !is_over(c, call);
   good = __syncthreads_and(good);
   if (kSend) {
-    if (good) {
-      const int role = take_role(c, call, kRoleTicket);
-      good = start_call(a, call, role, offers, &facts);
-    }
-    if (good) send_partials<T>(a, form, offers, begins, call, first, step);
+    if (good) good = start_call(a, call, take_role(c, call, kRoleTicket), offers, &facts);
+    if (good) send_partials<T>(a, form, offers, begins, call);
   }
   if (kReceive) {
     for (int64_t t = first; good && t < a.num_tokens; t += step) good = TokenSum<T>(a, form, t, begins, call).run();
@@ -390,10 +391,9 @@ cudaError_t launch_combine(const CombineArgs& a, bool send, bool receive, int bl
   return core::sums_in_double(a.dtype) ? launch<double>(a, send, receive, blocks, stream) : launch<float>(a, send, receive, blocks, stream);
 }
 cudaError_t prepare_combine() {
-  const cudaError_t e = load<float>();
-  if (e) return e;
-  const cudaError_t bad = load<double>();
-  return bad ? bad : prepare_combine_bulk();
+  if (const cudaError_t bad = load<float>()) return bad;
+  if (const cudaError_t bad = load<double>()) return bad;
+  return prepare_combine_bulk();
 }
 
 }  // namespace turnout::engine::cuda

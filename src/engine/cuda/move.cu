@@ -3,6 +3,7 @@
 // destination lays them out as they arrive. The rows that stay on a rank are laid out from x itself.
 #include "engine/cuda/device/chunk.cuh"
 #include "engine/cuda/device/dispatch.cuh"
+#include "engine/cuda/device/tickets.cuh"
 #include "engine/cuda/kernels.h"
 #include "engine/cuda/throughput/bulk.h"
 
@@ -45,10 +46,12 @@ __device__ void place_row(const DispatchArgs& a, const std::byte* block, int64_t
   }
 }
 
-__device__ void send_rows(const DispatchArgs& a, const Offer* offers, Call call, int64_t first, int64_t step) {
+/// By ticket: a block waits for rows only when all of this rank's have been taken by blocks that have started.
+__device__ void send_rows(const DispatchArgs& a, const Offer* offers, Call call) {
   const Common& c = a.common;
   const int topk = a.num_topk, me = c.team.rank;
-  for (int64_t token = first; token < a.num_tokens; token += step) {
+  Tickets tickets(&c.lane_control->tickets[call.copy][kTokenTicket], static_cast<int>(a.num_tokens), static_cast<int>(gridDim.x) * num_warps(), 16);
+  for (int64_t token = tickets.take(); token >= 0; token = tickets.take()) {
     for (int k0 = 0; k0 < topk; k0 += 32) {
       const int k = k0 + lane_id();
       const int at = k < topk ? a.routing.send_index[token * topk + k] : -1;
@@ -136,7 +139,7 @@ __global__ void __launch_bounds__(kThreads, 1) move_kernel(const __grid_constant
   if (good) good = gather_offers(c, call, offers);
   const int64_t first = static_cast<int64_t>(blockIdx.x) * num_warps() + warp_id(), step = static_cast<int64_t>(gridDim.x) * num_warps();
   if (kSend && good) {
-    send_rows(a, offers, call, first, step);
+    send_rows(a, offers, call);
     if (a.layout == Layout::rank_major) signal_channel(c, call);
   }
   if (kReceive && good) {

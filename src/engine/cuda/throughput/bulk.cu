@@ -5,20 +5,20 @@
 namespace turnout::engine::cuda {
 namespace {
 
+#ifdef TURNOUT_NO_SM90
+bool ask() { return false; }
+#else
 __global__ void probe_kernel() {}
 
 bool ask() {
-#ifdef TURNOUT_NO_SM90
-  return false;
-#else
   cudaFuncAttributes code{};
   int device = 0, major = 0;
   const bool known = cudaFuncGetAttributes(&code, probe_kernel) == cudaSuccess && cudaGetDevice(&device) == cudaSuccess &&
                      cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess;
   // Code made from PTX is as new as its PTX.
   return known && major >= 9 && code.ptxVersion >= 90 && code.binaryVersion >= 90;
-#endif
 }
+#endif
 
 }  // namespace
 
