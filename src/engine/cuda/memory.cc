@@ -60,6 +60,11 @@ void Fences::add(size_t begin, size_t num_bytes, cudaStream_t stream) {
   fences_.push_back({begin, begin + num_bytes, stream, event});
 }
 
+void Fences::add_after(size_t begin, size_t num_bytes, cudaStream_t stream) {
+  if (capture_of(stream)) add_later(begin, num_bytes, stream);  // an event would become a node of the graph
+  else add(begin, num_bytes, stream);
+}
+
 void Fences::wait(size_t begin, size_t num_bytes, cudaStream_t stream) {
   const size_t end = begin + num_bytes;
   for (Fence& f : fences_) {
@@ -141,7 +146,7 @@ void Region::give_back(const Lease& lease) noexcept {
       idle_.push_back(lease.block);
       return;
     }
-    fences_.add(lease.block.offset, lease.block.num_bytes, lease.stream);
+    fences_.add_after(lease.block.offset, lease.block.num_bytes, lease.stream);
     pool_.give_back(lease.block);
   } catch (...) {
     // Without an event the block stays taken: memory is lost, data is not.
@@ -194,7 +199,8 @@ Memory::Piece Memory::take(size_t num_bytes, cudaStream_t stream) {
 bool Memory::keeps(const void* address) const {
   const auto* p = static_cast<const std::byte*>(address);
   std::lock_guard lock(mutex_);
-  return std::any_of(free_.begin(), free_.end(), [&](const auto& piece) { return p >= piece.second && p < piece.second + piece.first; });
+  const auto holds = [&](const auto& piece) { return p >= piece.second && p < piece.second + piece.first; };
+  return std::any_of(free_.begin(), free_.end(), holds) || std::any_of(idle_.begin(), idle_.end(), holds);
 }
 
 void Memory::give_back(const Piece& piece) noexcept {
@@ -214,7 +220,7 @@ void Memory::give_back(const Piece& piece) noexcept {
       captured_[piece.capture].emplace(piece.num_bytes, piece.data);
       return;
     }
-    fences_.add(reinterpret_cast<size_t>(piece.data), piece.num_bytes, piece.stream);
+    fences_.add_after(reinterpret_cast<size_t>(piece.data), piece.num_bytes, piece.stream);
     free_.emplace(piece.num_bytes, piece.data);
   } catch (...) {
     // As above.

@@ -46,6 +46,8 @@ class Fences {
   void add(size_t begin, size_t num_bytes, cudaStream_t stream);
   /// The same while the stream is being captured, when it can record nothing: who wants the range records it.
   void add_later(size_t begin, size_t num_bytes, cudaStream_t stream) { fences_.push_back({begin, begin + num_bytes, stream, nullptr}); }
+  /// add, or add_later where the stream is being captured.
+  void add_after(size_t begin, size_t num_bytes, cudaStream_t stream);
   /// Makes `stream` wait for all other streams that may use the range, and forgets them.
   void wait(size_t begin, size_t num_bytes, cudaStream_t stream);
 
