@@ -105,13 +105,57 @@ std::unique_ptr<DevicePending> Engine::combine(const turnout::CombineArgs& args,
   pending->epoch = lane.num_sends;
   pending->receives_now = receive_now;
   a.common.last_of_send = false;
+  if (!receive_now) pending->receive_later();
   return pending;
 }
 
+PendingCall::~PendingCall() {
+  if (!listed_) return;
+  std::lock_guard lock(engine_->mutex_);
+  std::erase(engine_->lanes_[static_cast<size_t>(lane)].unreceived, this);
+}
+
+void PendingCall::receive_later() {
+  engine_->lanes_[static_cast<size_t>(lane)].unreceived.push_back(this);
+  listed_ = true;
+}
+
+void PendingCall::make_room(cudaStream_t next) {
+  receive();
+  cudaEvent_t done = received;
+  if (!done && next == stream) return;
+  if (!done) {
+    check(cudaEventCreateWithFlags(&done, cudaEventDisableTiming), "cudaEventCreate");
+    check(cudaEventRecord(done, stream), "cudaEventRecord");
+  }
+  check(cudaStreamWaitEvent(next, done, 0), "cudaStreamWaitEvent");
+  if (done != received) cudaEventDestroy(done);
+}
+
+/// The receiving part, unless it has been issued.
+void PendingCall::receive() {
+  if (receives_now || received) return;
+  receives_now = true;
+  const int back = static_cast<int>(engine_->lanes_[static_cast<size_t>(lane)].num_sends - epoch) + 1;
+  if (combine.common.lane_control) {
+    combine.common.back = back;
+    check(launch_combine(combine, false, true, engine_->blocks(engine_->num_sms_), stream), "combine kernel");
+    return;
+  }
+  dispatch.common.back = back;
+  if (!dispatch.cached) check(launch_admit(dispatch, engine_->blocks(32), stream), "admit kernel");
+  check(launch_move(dispatch, false, true, engine_->blocks(dispatch.move_blocks), stream), "move kernel");
+}
+
+/// The call is waited for.
 void PendingCall::join() {
   std::lock_guard lock(engine_->mutex_);
+  Engine::LaneState& state = engine_->lanes_[static_cast<size_t>(lane)];
+  if (listed_) std::erase(state.unreceived, this);
+  listed_ = false;
   if (generation != engine_->generation_) throw InvalidArgument("the call was lost in recover()");
-  --engine_->lanes_[static_cast<size_t>(lane)].outstanding;
+  --state.outstanding;
+  receive();
 }
 
 void PendingCall::receive_on(cudaStream_t side) {
@@ -136,10 +180,6 @@ DeviceDispatch PendingCall::finish_dispatch() {
     check(cudaStreamWaitEvent(stream, received, 0), "cudaStreamWaitEvent");
     cudaEventDestroy(received);
     received = nullptr;
-  } else if (!receives_now) {
-    a.common.back = static_cast<int>(engine_->lanes_[static_cast<size_t>(lane)].num_sends - epoch) + 1;
-    if (!a.cached) check(launch_admit(a, engine_->blocks(32), stream), "admit kernel");
-    check(launch_move(a, false, true, engine_->blocks(a.move_blocks), stream), "move kernel");
   }
   DeviceDispatch out;
   struct Keep {
@@ -173,10 +213,6 @@ DeviceCombine PendingCall::finish_combine() {
   CurrentDevice current(engine_->device_);
   join();
   CombineArgs& a = combine;
-  if (!receives_now) {
-    a.common.back = static_cast<int>(engine_->lanes_[static_cast<size_t>(lane)].num_sends - epoch) + 1;
-    check(launch_combine(a, false, true, engine_->blocks(engine_->num_sms_), stream), "combine kernel");
-  }
   DeviceCombine out;
   out.memory = result;
   out.x = a.out;

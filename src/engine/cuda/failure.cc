@@ -199,6 +199,7 @@ void Engine::recover() {
     check(cudaMemcpyAsync(lane_controls_ + l, &fresh, sizeof fresh, cudaMemcpyHostToDevice, side_stream_), "cudaMemcpy");
     check(cudaStreamSynchronize(side_stream_), "writing epochs");
     lanes_[l].outstanding = 0;
+    lanes_[l].rounds = lanes_[l].rounds_issued = 0;
   }
   {
     std::lock_guard watch_lock(watch_mutex_);

@@ -60,7 +60,7 @@ __device__ void send_rows(const DispatchArgs& a, const Offer* offers, Call call)
       for (; left; left &= left - 1) {
         const int from = __ffs(left) - 1;
         const int d = __shfl_sync(kFull, dest, from), i = __shfl_sync(kFull, at, from);
-        const int64_t row = static_cast<int64_t>(a.routing.send_begin[d]) + i - a.first_row;
+        const int64_t row = static_cast<int64_t>(a.routing.send_begin[d]) + i - static_cast<int64_t>(a.round) * offers[d].rows;
         if (row < 0 || row >= offers[d].rows) continue;
         send_row(a, token, offered_block(c, d, offers[d]), offers[d].rows, row);
         if (offers[d].rows_stay()) continue;
@@ -74,18 +74,19 @@ __device__ void send_rows(const DispatchArgs& a, const Offer* offers, Call call)
   }
 }
 
-/// Rows of the own block as they arrive. `first` and `step` count warps.
+/// Rows of this round as they arrive in the own block. `first` and `step` count warps.
 __device__ void receive_rows(const DispatchArgs& a, const int32_t* begins, Call call, int64_t first, int64_t step) {
   const Common& c = a.common;
   const Routing& r = a.routing;
   const int num_ranks = c.team.num_ranks, me = c.team.rank, topk = a.num_topk;
   const std::byte* block = c.team.base[me] + a.block;
-  for (int64_t row = first; row < begins[num_ranks]; row += step) {
+  const int64_t begin = a.round * a.block_rows, end = min(static_cast<int64_t>(begins[num_ranks]), begin + a.block_rows);
+  for (int64_t row = begin + first; row < end; row += step) {
     int s = 0;
     while (row >= begins[s + 1]) ++s;
     int64_t token = -1;
     if (s == me) {
-      token = r.own_tokens[row - begins[s] + (a.first_row > r.send_begin[me] ? a.first_row - r.send_begin[me] : 0)];
+      token = r.own_tokens[row - begins[s]];
     } else {
       const std::byte* p = c.team.base[me] + c.arena.row_at(c.lane, call.copy, s, row - begins[s]);
       bool came = true;
@@ -93,13 +94,13 @@ __device__ void receive_rows(const DispatchArgs& a, const int32_t* begins, Call 
       if (!__shfl_sync(kFull, came, 0)) return;
     }
     if (a.layout == Layout::rank_major) {
-      place_row(a, block, row, token, row + a.first_row);
+      place_row(a, block, row - begin, token, row);
     } else {
       for (int k0 = 0; k0 < topk; k0 += 32) {
         const int k = k0 + lane_id();
         const int at = k < topk ? __ldcg(r.position + row * topk + k) : -1;
         for (unsigned left = __ballot_sync(kFull, at >= 0); left; left &= left - 1) {
-          place_row(a, block, row, token, __shfl_sync(kFull, at, __ffs(left) - 1));
+          place_row(a, block, row - begin, token, __shfl_sync(kFull, at, __ffs(left) - 1));
         }
       }
     }
@@ -147,7 +148,7 @@ __global__ void __launch_bounds__(kThreads, 1) move_kernel(const __grid_constant
       if (is_last_to_start(c, call)) good = wait_channels(a, offers, begins, call);
     } else {
       receive_rows(a, begins, call, first, step);
-      if (a.layout == Layout::expert_major && a.first_row == 0) zero_padding(a, local, first, step);
+      if (a.layout == Layout::expert_major && a.round == 0) zero_padding(a, local, first, step);
     }
   }
   __syncthreads();

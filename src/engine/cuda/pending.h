@@ -10,15 +10,23 @@ class PendingCall : public DevicePending {
  public:
   PendingCall(std::shared_ptr<Engine> engine, int lane_, cudaStream_t stream_)
       : engine_(std::move(engine)), lane(lane_), stream(stream_), generation(engine_->generation_) {}
+  ~PendingCall() override;
   DeviceDispatch finish_dispatch() override;
   DeviceCombine finish_combine() override;
   int64_t* arrived() override { return dispatch.arrived; }
   /// resident: receives on a stream of the engine's, from where the call's stream is now.
   void receive_on(cudaStream_t side);
+  /// The receiving part comes when the call is waited for, or before calls that need the lane's staging. REQUIRES, as the next:
+  /// the engine's mutex.
+  void receive_later();
+  /// What is issued on `next` from now on finds the receiving part done.
+  void make_room(cudaStream_t next);
 
  private:
   std::shared_ptr<Engine> engine_;
+  bool listed_ = false;  ///< in LaneState::unreceived
   void join();
+  void receive();
 
  public:
   int lane;
