@@ -285,7 +285,7 @@ __global__ void __launch_bounds__(128, 1) hello_kernel(const __grid_constant__ H
   const Common& c = h.common;
   const Call call = call_of(c);
   clear_next_tickets(c, call);
-  if (is_over(c, call)) {
+  if (__syncthreads_or(is_over(c, call))) {  // all threads have read the epoch
     if (c.last_of_send) advance_epoch(c, call.epoch);
     return;
   }
