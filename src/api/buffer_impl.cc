@@ -248,7 +248,7 @@ void BufferImpl::set_expert_to_rank(const std::vector<int>& expert_to_rank) {
 void BufferImpl::check() {
   require_open("check");
   context_->check_abort();
-  if (device_) device_->raise_failure();
+  if (device_) device_->check_failure();
 }
 
 void BufferImpl::synchronize() {

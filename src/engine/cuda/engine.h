@@ -108,6 +108,7 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
   void refuse(const CallFacts& facts, int lane, Stream stream) override;
   void set_experts(const std::vector<int>& expert_to_rank) override;
   void raise_failure() override;
+  void check_failure() override;
   void synchronize() override;
   void recover() override;
   void stop_waiting() override;
