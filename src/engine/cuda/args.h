@@ -127,6 +127,8 @@ struct Common {
   int lane = 0;
   /// The call is the one issued `back` calls ago on its lane (0: the one being issued: its epoch is the word in LaneControl + 1).
   int back = 0;
+  /// Of a call that receives beside later calls: where the kernel that ends the sending part leaves the epoch for it; else null.
+  uint32_t* own_epoch = nullptr;
   bool last_of_send = false;  ///< this kernel ends the sending part: it advances the epoch
   CallFacts facts{};          ///< epoch and generation are filled in on the device
 };

@@ -218,6 +218,7 @@ void Engine::recover() {
     check(cudaMemcpyAsync(lane_controls_ + l, &fresh, sizeof fresh, cudaMemcpyHostToDevice, side_stream_), "cudaMemcpy");
     check(cudaStreamSynchronize(side_stream_), "writing epochs");
     lanes_[l].outstanding = 0;
+    lanes_[l].open.clear();
   }
   {
     std::lock_guard watch_lock(watch_mutex_);

@@ -89,7 +89,8 @@ struct Call {
   int copy;
 };
 __device__ __forceinline__ Call call_of(const Common& c) {
-  const uint32_t epoch = c.lane_control->epoch[blockIdx.x % kMaxChannels] + 1 - static_cast<uint32_t>(c.back);
+  const bool own = c.own_epoch && c.back != 0;
+  const uint32_t epoch = own ? *c.own_epoch : c.lane_control->epoch[blockIdx.x % kMaxChannels] + 1 - static_cast<uint32_t>(c.back);
   return {epoch, static_cast<int>(epoch % static_cast<uint32_t>(c.arena.depth))};
 }
 /// Whether nothing should be done: the Buffer is aborted, or the call has failed.
@@ -101,6 +102,7 @@ __device__ __forceinline__ bool is_over(const Common& c, Call call) {
 /// advanced by one block only; a block that starts late reads words that only it advances if the grid does not exceed them.
 __device__ __forceinline__ void advance_epoch(const Common& c, uint32_t epoch) {
   for (unsigned i = blockIdx.x + threadIdx.x * gridDim.x; i < kMaxChannels; i += blockDim.x * gridDim.x) c.lane_control->epoch[i] = epoch;
+  if (c.own_epoch && blockIdx.x == 0 && threadIdx.x == 0) *c.own_epoch = epoch;
 }
 
 /// Tickets of the call after this one are nobody's now.
