@@ -127,7 +127,7 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
   struct LaneState {
     uint64_t num_sends = 0;  ///< calls issued
     int outstanding = 0;
-    std::vector<PendingCall*> open;  ///< those whose receiving part has yet to be issued on the stream of the lane
+    std::vector<PendingCall*> open;         ///< those whose receiving part has yet to be issued on the stream of the lane
     std::shared_ptr<CUstream_st> resident;  ///< of resident receives, once there is one
     int32_t* chunk_counts = nullptr;
     uint32_t* flags = nullptr;

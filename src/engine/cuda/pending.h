@@ -35,7 +35,7 @@ class PendingCall : public DevicePending {
   uint64_t generation;
   uint64_t epoch = 0;  ///< number of the call on its lane
   bool is_dispatch = false;
-  bool receives_now = true;  ///< the receiving part is issued, if there is one apart from the call
+  bool receives_now = true;        ///< the receiving part is issued, if there is one apart from the call
   cudaEvent_t received = nullptr;  ///< resident
   DispatchArgs dispatch{};
   CombineArgs combine{};

@@ -81,7 +81,8 @@ __device__ inline void fail_call(const Common& c, const DeviceRecord& why) {
 /// Of a call whose receiving part runs behind later calls, the last one that failed may be one of those.
 __device__ __forceinline__ bool has_failed(const Common& c, uint32_t epoch) {
   if (*reinterpret_cast<const volatile uint32_t*>(&c.lane_control->failed) == epoch) return true;
-  return c.back != 0 && *reinterpret_cast<const volatile uint32_t*>(&c.lane_control->failed_of[epoch % static_cast<uint32_t>(c.arena.depth)]) == epoch;
+  return c.back != 0 &&
+         *reinterpret_cast<const volatile uint32_t*>(&c.lane_control->failed_of[epoch % static_cast<uint32_t>(c.arena.depth)]) == epoch;
 }
 
 struct Call {
