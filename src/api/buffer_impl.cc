@@ -248,7 +248,7 @@ void BufferImpl::set_expert_to_rank(const std::vector<int>& expert_to_rank) {
 void BufferImpl::check() {
   require_open("check");
   context_->check_abort();
-  if (device_) device_->raise_failure();
+  if (device_) device_->check_failure();
 }
 
 void BufferImpl::synchronize() {
@@ -269,16 +269,18 @@ void BufferImpl::recover() {
   // Everybody has left their calls once all have arrived here; then nobody writes into anybody's arena any more.
   std::vector<uint64_t> mine;
   for (auto& l : lanes_) mine.push_back(l->next_epoch());
+  // Handles are told apart by the number of their call, which must be the same on all ranks again.
+  for (int64_t calls : device_calls_) mine.push_back(static_cast<uint64_t>(calls));
   const auto all = communicator_->bootstrap->all_gather("recover", std::as_bytes(std::span(mine)));
-  for (size_t l = 0; l < lanes_.size(); ++l) {
-    uint64_t latest = 0;
-    for (const auto& bytes : all) {
-      uint64_t epoch = 0;
-      if (bytes.size() == mine.size() * sizeof epoch) std::memcpy(&epoch, bytes.data() + l * sizeof epoch, sizeof epoch);
-      latest = std::max(latest, epoch);
+  for (const auto& bytes : all) {
+    for (size_t i = 0; i < mine.size() && bytes.size() == mine.size() * sizeof(uint64_t); ++i) {
+      uint64_t theirs = 0;
+      std::memcpy(&theirs, bytes.data() + i * sizeof theirs, sizeof theirs);
+      mine[i] = std::max(mine[i], theirs);
     }
-    lanes_[l]->restart(latest);
   }
+  for (size_t l = 0; l < lanes_.size(); ++l) lanes_[l]->restart(mine[l]);
+  for (size_t l = 0; l < device_calls_.size(); ++l) device_calls_[l] = static_cast<int64_t>(mine[lanes_.size() + l]);
   context_->forget_abort();
   if (device_) device_->recover();
   communicator_->bootstrap->barrier("recovered");

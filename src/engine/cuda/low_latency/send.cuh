@@ -356,7 +356,7 @@ __device__ inline void send_counts(const DispatchArgs& a, const Tables& t, Call 
     r.expected = bad / kMaxTopk;
     r.k = bad % kMaxTopk;
     r.value = a.ids_are_64 ? static_cast<const int64_t*>(a.topk_idx)[i] : static_cast<const int32_t*>(a.topk_idx)[i];
-    write_record(c, r);
+    write_reason(c, r);
   }
   const bool refused = __syncthreads_or(bad >= 0);
   send_header(c, call, HeaderInts::experts(ranks) + c.max_local, [&](int rank, int i) -> uint32_t {

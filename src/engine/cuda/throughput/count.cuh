@@ -60,7 +60,7 @@ __device__ inline void tell_bad_id(const DispatchArgs& a, int64_t i, uint32_t ep
   r.expected = i / a.num_topk;
   r.k = static_cast<int32_t>(i % a.num_topk);
   r.value = id_at(a, i);
-  write_record(a.common, r);
+  write_reason(a.common, r);
   *reinterpret_cast<volatile uint32_t*>(&a.common.lane_control->bad_ids) = epoch;
   __threadfence();
 }
