@@ -123,6 +123,14 @@ __device__ __forceinline__ int take_role(const Common& c, Call call, int ticket)
 /// A 64-bit signal: the epoch above, a value below.
 __device__ __forceinline__ uint64_t signal_of(uint32_t epoch, uint32_t value) { return static_cast<uint64_t>(epoch) << 32 | value; }
 
+/// Whether this thread looks at what the host says of `peer`: one at a time does, for all that wait for that rank. Host words lie across
+/// PCIe: when every warp that waits reads them, the answers take a millisecond, and this rank is late in the next call.
+__device__ __forceinline__ bool may_look(const Common& c, int peer, uint64_t now) {
+  auto* next = reinterpret_cast<unsigned long long*>(&c.lane_control->next_look[peer]);
+  const unsigned long long due = *reinterpret_cast<const volatile unsigned long long*>(next);
+  return now >= due && atomicCAS(next, due, static_cast<unsigned long long>(now + 10'000)) == due;
+}
+
 /// Polls `ready` until it is true. `seen` (any callable) says what was seen last, for the record.
 /// `inside`: the peer is inside the call already, so `timeout` holds and not `busy_timeout`. `if_failed`: a call that has failed ends it.
 template <class Ready, class Seen>
@@ -131,9 +139,12 @@ __device__ __forceinline__ bool wait_until(const Common& c, Phase phase, int pee
   if (ready()) return true;
   const uint64_t start = clock_ns();
   uint64_t next_look = start + 50'000;
-  const uint64_t limit = inside ? c.control->timeout_ns : c.control->busy_ns;
+  // What other blocks of this rank wait for is a peer: their waits are to expire first, and to name it.
+  const uint64_t more = phase == Phase::local_blocks ? c.control->busy_ns : 0;
+  const uint64_t limit = (inside ? c.control->timeout_ns : c.control->busy_ns) + more;
   uint32_t lost = 0;
-  for (uint32_t i = 1, over = 0;; ++i) {
+  bool over = false;
+  for (uint32_t i = 1;; ++i) {
     if (ready()) return true;
     if (over) {  // a peer that has done its part may be gone before this block gets to look again
       DeviceRecord r{};
@@ -151,13 +162,14 @@ __device__ __forceinline__ bool wait_until(const Common& c, Phase phase, int pee
     if (is_aborted(c) || (if_failed && has_failed(c, epoch))) return false;
     const uint64_t now = clock_ns();
     if (now < next_look) continue;
-    next_look = now + 10'000;  // host words lie across PCIe
-    if (*reinterpret_cast<volatile uint64_t*>(&c.host->abort) > c.control->generation) {
+    next_look = now + 10'000;
+    const bool looks = may_look(c, peer, now);
+    if (looks && *reinterpret_cast<volatile uint64_t*>(&c.host->abort) > c.control->generation) {
       store_relaxed(status_of(c, c.team.rank), c.control->generation + 1);
       *reinterpret_cast<volatile uint64_t*>(&c.host->status) = c.control->generation + 1;
       return false;
     }
-    lost = *reinterpret_cast<volatile uint32_t*>(&c.host->lost[peer]);
+    if (looks) lost = *reinterpret_cast<volatile uint32_t*>(&c.host->lost[peer]);
     over = lost != 0 || now - start > limit;
   }
 }

@@ -220,6 +220,7 @@ __device__ __forceinline__ bool work_on_books(const Work& w, int worker, First<k
   }
 #pragma unroll 1
   for (int b = next_unstarted(c, w.call.epoch, 0, true); b >= 0; b = next_unstarted(c, w.call.epoch, b + 1, false)) {
+    if (!__any_sync(kFull, lane_id() == 0 && take_over(c, b, w.call.epoch))) continue;
     if (b == 0) send_facts(c, w.call, false, facts);
     if (worker_of(b) >= 0) send_for<kType, kFast>(w, worker_of(b));
   }

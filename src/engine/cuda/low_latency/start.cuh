@@ -43,16 +43,18 @@ __device__ __forceinline__ bool wait_for(const Common& c, Phase phase, int peer,
     }
     if (i % 64 != 63) continue;
     if (is_aborted(c) || *reinterpret_cast<const volatile uint32_t*>(&c.lane_control->failed) == epoch) return false;
+    if (*reinterpret_cast<const volatile uint32_t*>(&expired().claimed)) return false;  // by another warp of this block
     const uint64_t now = clock_ns();
     if (start == 0) start = now, next_look = now + 50'000;
     if (now < next_look) continue;
-    next_look = now + 10'000;  // host words lie across PCIe
-    if (*reinterpret_cast<volatile uint64_t*>(&c.host->abort) > c.control->generation) {
+    next_look = now + 10'000;
+    const bool looks = may_look(c, peer, now);
+    if (looks && *reinterpret_cast<volatile uint64_t*>(&c.host->abort) > c.control->generation) {
       store_relaxed(status_of(c, c.team.rank), c.control->generation + 1);
       *reinterpret_cast<volatile uint64_t*>(&c.host->status) = c.control->generation + 1;
       return false;
     }
-    lost = *reinterpret_cast<volatile uint32_t*>(&c.host->lost[peer]);
+    if (looks) lost = *reinterpret_cast<volatile uint32_t*>(&c.host->lost[peer]);
     over = lost != 0 || now - start > (inside ? c.control->timeout_ns : c.control->busy_ns);
   }
 }
@@ -100,6 +102,11 @@ __device__ __forceinline__ Start start_of(const Common& c) {
   return {call, over && is_over(c, call)};
 }
 
+/// Whether this thread's block does the sending part of block `b`, which has not started; of all that could, one does. Where few SMs are
+/// free a call would otherwise be sent once by every block.
+__device__ __forceinline__ bool take_over(const Common& c, int b, uint32_t epoch) {
+  return atomicExch(&c.lane_control->started[b], epoch) != epoch;
+}
 __device__ __forceinline__ bool has_started(const Common& c, int b, uint32_t epoch) {
   return *reinterpret_cast<const volatile uint32_t*>(&c.lane_control->started[b]) == epoch;
 }
@@ -152,7 +159,7 @@ __device__ __forceinline__ void send_for_all(const Common& c, uint32_t epoch, Se
       ++next;
     }
     // From here on all blocks in doubt are served; one that has started since sends the same.
-    while (next < num_blocks() && !__syncthreads_or(thread() == 0 && !has_started(c, next, epoch))) ++next;
+    while (next < num_blocks() && !__syncthreads_or(thread() == 0 && !has_started(c, next, epoch) && take_over(c, next, epoch))) ++next;
     if (next >= num_blocks()) break;
     b = next;
   }
