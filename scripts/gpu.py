@@ -45,9 +45,9 @@ SETTINGS = {
     "cuda_window_test": {"also": [("ipc", {"TURNOUT_DEVICE_MEMORY": "ipc"}, [])]},
     "cuda_window_process_test": {"also": [("ipc", {"TURNOUT_DEVICE_MEMORY": "ipc"}, [])]},
     "cuda_bad_input_test": {"shards": 4},
-    "cuda_lifecycle_test": {"shards": 2},
     # These take whole GPUs or measure time: nothing runs beside them.
     "cuda_graphs_test": {"alone": True},
+    "cuda_lifecycle_test": {"alone": True},
     "cuda_litmus_test": {"alone": True},
     "cuda_nccl_order_test": {"alone": True},
     "cuda_process_test": {"alone": True},

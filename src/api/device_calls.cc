@@ -1,5 +1,6 @@
 // Calls of a Buffer on a device: checked here as far as the host can see, issued by the engine of the device, wrapped as results.
 #include <string>
+#include <type_traits>
 
 #include "api/arguments.h"
 #include "api/buffer_impl.h"
@@ -81,13 +82,15 @@ std::shared_ptr<PendingImpl> BufferImpl::issue(const Args& args, int lane, Pendi
     pending = made.get();
   }
   ++device_calls_[static_cast<size_t>(lane)];
+  const std::string call = std::is_same_v<Args, DispatchArgs> ? "dispatch: " : "combine: ";
   try {
     if (device_->num_outstanding(lane) >= context_->config.max_outstanding) {
-      throw InvalidArgument("lane " + std::to_string(lane) + " has " + std::to_string(device_->num_outstanding(lane)) + " calls in flight, at most " +
-                            std::to_string(context_->config.max_outstanding) + " (max_outstanding); wait for one first");
+      throw InvalidArgument(call + "lane " + std::to_string(lane) + " has " + std::to_string(device_->num_outstanding(lane)) +
+                            " calls in flight, at most " + std::to_string(context_->config.max_outstanding) +
+                            " (max_outstanding); wait for one first");
     }
     if (args.num_sms < 0 || args.num_sms > device_->num_sms()) {
-      throw InvalidArgument("num_sms is " + std::to_string(args.num_sms) + ", but this GPU has " + std::to_string(device_->num_sms()) +
+      throw InvalidArgument(call + "num_sms is " + std::to_string(args.num_sms) + ", but this GPU has " + std::to_string(device_->num_sms()) +
                             " multiprocessors; give 1 to " + std::to_string(device_->num_sms()) + ", or 0 for the default");
     }
     issue_call(*pending);

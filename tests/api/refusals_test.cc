@@ -214,6 +214,27 @@ TEST(Refusals, ALaneThatIsNotThereOnAllRanks) {
   });
 }
 
+/// Who refuses at its door goes on at once, call after call; the others come when they come, and hear of each.
+TEST(Refusals, ManyInARow) {
+  constexpr int kCalls = 9;  // more than there are copies of anything
+  for (Mode mode : {Mode::throughput, Mode::low_latency}) {
+    run_virtual_ranks(kRanks, [&](Communicator& comm) {
+      AtOnce at_once;
+      Buffer buffer(comm, small_config());
+      expect_works(buffer);
+      Tokens tokens(comm.rank());
+      tokens.args.mode = mode;
+      tokens.args.capacity = 9;
+      if (comm.rank() == kWrong) tokens.args.capacity = -1;
+      for (int i = 0; i < kCalls; ++i) {
+        const std::string message = message_of<InvalidArgument>([&] { settled(buffer, buffer.dispatch(tokens.args)); });
+        expect_says(message, {comm.rank() == kWrong ? "capacity is -1" : "refused by rank 1"});
+      }
+      for (int i = 0; i < 3; ++i) expect_works(buffer);
+    });
+  }
+}
+
 /// With several lanes nobody can tell which one was meant: all stop.
 TEST(Refusals, ALaneThatIsNotThereAmongSeveral) {
   run_on_transports(kRanks, [](Communicator& comm) {

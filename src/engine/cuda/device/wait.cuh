@@ -134,30 +134,21 @@ __device__ __forceinline__ bool may_look(const Common& c, int peer, uint64_t now
 }
 
 /// Polls `ready` until it is true. `seen` (any callable) says what was seen last, for the record.
-/// `inside`: the peer is inside the call already, so `timeout` holds and not `busy_timeout`.
+/// `inside`: the peer is inside the call already, so `timeout` holds and not `busy_timeout`. `if_failed`: a call that has failed ends it.
 template <class Ready, class Seen>
-__device__ __forceinline__ bool wait_until(const Common& c, Phase phase, int peer, uint32_t epoch, bool inside, Ready ready, Seen seen) {
+__device__ __forceinline__ bool wait_until(const Common& c, Phase phase, int peer, uint32_t epoch, bool inside, Ready ready, Seen seen,
+                                           bool if_failed = true) {
   if (ready()) return true;
   const uint64_t start = clock_ns();
   uint64_t next_look = start + 50'000;
   // What other blocks of this rank wait for is a peer: their waits are to expire first, and to name it.
   const uint64_t more = phase == Phase::local_blocks ? c.control->busy_ns : 0;
   const uint64_t limit = (inside ? c.control->timeout_ns : c.control->busy_ns) + more;
+  uint32_t lost = 0;
+  bool over = false;
   for (uint32_t i = 1;; ++i) {
     if (ready()) return true;
-    if (i % 64) continue;
-    if (is_aborted(c) || has_failed(c, epoch)) return false;
-    const uint64_t now = clock_ns();
-    if (now < next_look) continue;
-    next_look = now + 10'000;
-    const bool looks = may_look(c, peer, now);
-    if (looks && *reinterpret_cast<volatile uint64_t*>(&c.host->abort) > c.control->generation) {
-      store_relaxed(status_of(c, c.team.rank), c.control->generation + 1);
-      *reinterpret_cast<volatile uint64_t*>(&c.host->status) = c.control->generation + 1;
-      return false;
-    }
-    const uint32_t lost = looks ? *reinterpret_cast<volatile uint32_t*>(&c.host->lost[peer]) : 0;
-    if (lost != 0 || now - start > limit) {
+    if (over) {  // a peer that has done its part may be gone before this block gets to look again
       DeviceRecord r{};
       r.state = lost ? kLostPeer : kExpired;
       r.value = lost;
@@ -169,6 +160,19 @@ __device__ __forceinline__ bool wait_until(const Common& c, Phase phase, int pee
       give_up(c, r);
       return false;
     }
+    if (i % 64) continue;
+    if (is_aborted(c) || (if_failed && has_failed(c, epoch))) return false;
+    const uint64_t now = clock_ns();
+    if (now < next_look) continue;
+    next_look = now + 10'000;
+    const bool looks = may_look(c, peer, now);
+    if (looks && *reinterpret_cast<volatile uint64_t*>(&c.host->abort) > c.control->generation) {
+      store_relaxed(status_of(c, c.team.rank), c.control->generation + 1);
+      *reinterpret_cast<volatile uint64_t*>(&c.host->status) = c.control->generation + 1;
+      return false;
+    }
+    if (looks) lost = *reinterpret_cast<volatile uint32_t*>(&c.host->lost[peer]);
+    over = lost != 0 || now - start > limit;
   }
 }
 
@@ -186,14 +190,15 @@ __device__ __forceinline__ bool wait_signal(const Common& c, Phase phase, int pe
   return came;
 }
 /// Until a flagged word shows the epoch.
-__device__ __forceinline__ bool wait_word(const Common& c, Phase phase, int peer, uint32_t epoch, bool inside, const uint4* p, uint4* word) {
+__device__ __forceinline__ bool wait_word(const Common& c, Phase phase, int peer, uint32_t epoch, bool inside, const uint4* p, uint4* word,
+                                          bool if_failed = true) {
   return wait_until(
       c, phase, peer, epoch, inside,
       [&] {
         *word = load_word(p);
         return word->w == epoch;
       },
-      [&] { return word->w; });
+      [&] { return word->w; }, if_failed);
 }
 /// Until another block of this GPU has got on (acquire).
 __device__ __forceinline__ bool wait_local(const Common& c, uint32_t epoch, const uint32_t* flag) {

@@ -57,7 +57,10 @@ struct Owed {
     const Common& c = w.a.common;
 #pragma unroll 1
     while (source != c.team.rank) {
-      const int rows = w.begins[source + 1] - w.begins[source], i = at - first;
+      // A source with more tokens than there is staging for refuses the call, but later than this.
+      const Arena& arena = c.arena;
+      const int room = static_cast<int>(arena.ll_tokens) * arena.ll_combine_copies - w.records[source];
+      const int rows = min(w.begins[source + 1] - w.begins[source], room), i = at - first;
       if (i < rows) {
         *n = w.begins[source] + i;
         *to = reinterpret_cast<uint4*>(c.team.base[source] + c.arena.ll_combine_at(c.lane, w.call.copy, 0, w.records[source] + i));
@@ -208,7 +211,7 @@ template <DType kType, bool kFast, int kHalves>
 __device__ __forceinline__ bool work_on_books(const Work& w, int worker, First<kHalves> now, FactWords* facts) {
   const CombineArgs& a = w.a;
   const Common& c = a.common;
-  if (block() == 0) send_facts(c, w.call, facts);
+  if (block() == 0) send_facts(c, w.call, false, facts);
   if (worker >= 0) {
     int n = 0;
     uint4* to = nullptr;
@@ -218,7 +221,7 @@ __device__ __forceinline__ bool work_on_books(const Work& w, int worker, First<k
 #pragma unroll 1
   for (int b = next_unstarted(c, w.call.epoch, 0, true); b >= 0; b = next_unstarted(c, w.call.epoch, b + 1, false)) {
     if (!__any_sync(kFull, lane_id() == 0 && take_over(c, b, w.call.epoch))) continue;
-    if (b == 0) send_facts(c, w.call, facts);
+    if (b == 0) send_facts(c, w.call, false, facts);
     if (worker_of(b) >= 0) send_for<kType, kFast>(w, worker_of(b));
   }
   if (!all_agree(c, w.call)) return false;
@@ -256,17 +259,21 @@ __global__ void __launch_bounds__(kThreads<kFast>, 1) combine_kernel(const __gri
     if (s < ranks) records[s] = a.routing.record_begin[s], sent[s] = a.routing.sent[s];
   }
   const Call call = start.call;
-  bool good = !__syncthreads_or(start.over);
+  const bool over = __syncthreads_or(start.over);
+  // A routing whose dispatch failed is refused.
+  bool good = !over && begins[0] >= 0;
   if (good) {
     const Work w{a, call, PartialFormat::of(a.hidden, kElement<kType>, a.num_topk, a.has_side), begins, records, sent, send_offset};
     const First<kHalves> first = first_of(w, parts);
     if (clerk) good = work_on_books<kType, kFast>(w, worker, first, &facts);
     else if (worker >= 0) good = work_on_units<kType, kFast>(w, worker, first);
-    good = __syncthreads_and(good);
-    if (block() == 0) {
-      const bool heard = receive_headers(c, call, HeaderInts::kRows, &facts, [](int, int, uint32_t) {});
-      good = __syncthreads_and(heard) && good;
-    }
+  } else if (!over && clerk && block() == 0) {
+    send_facts(c, call, true, &facts);
+  }
+  good = __syncthreads_and(good);
+  if (!over && block() == 0) {
+    const bool heard = receive_headers(c, call, HeaderInts::kRows, &facts, [](int, int, uint32_t) {});
+    good = __syncthreads_and(heard) && good;
   }
   if (!good && worker >= 0) poison(a, worker);
   __syncthreads();

@@ -118,7 +118,7 @@ __device__ void clear_counts(const DispatchArgs& a) {
     if (e < a.num_local) a.routing.expert_counts[e] = 0;
     a.routing.expert_offsets[e] = 0;
   }
-  if (thread() == 0) *a.routing.num_rows = *a.routing.num_dropped = 0;
+  if (thread() == 0) *a.routing.num_rows = *a.routing.num_dropped = 0, break_routing(a.routing);
 }
 
 template <bool kPlain>
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) dispatch_kernel(const __grid_
   for (int s = thread(); s < c.team.num_ranks; s += num_threads()) laid[s] = 0;
   const Work w{a, call, f, plan, t, &token, &admission, memory, laid, worker, workers};
 
-  if (!__syncthreads_or(start.over)) {
+  if (!__syncthreads_or(start.over || (a.cached && is_broken(a.routing)))) {
     const HeaderItems items(a);
     uint4 seen{};
     send_for_all(

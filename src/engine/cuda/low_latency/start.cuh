@@ -21,7 +21,7 @@ __device__ __forceinline__ int worker_of(int block_index) { return num_blocks() 
 struct Expired {
   uint32_t claimed;
   int32_t phase, peer;
-  uint32_t seen;
+  uint32_t seen, lost;  ///< lost: the peer will not come (kGone, kClosed)
 };
 __device__ __forceinline__ Expired& expired() {
   __shared__ Expired e;
@@ -32,24 +32,30 @@ __device__ __forceinline__ Expired& expired() {
 template <class Ready, class Seen>
 __device__ __forceinline__ bool wait_for(const Common& c, Phase phase, int peer, uint32_t epoch, bool inside, Ready ready, Seen seen) {
   uint64_t start = 0, next_look = 0;
+  uint32_t lost = 0;
+  bool over = false;
 #pragma unroll 1
   for (uint32_t i = 0;; ++i) {
     if (ready()) return true;
+    if (over) {  // it has not come since either
+      if (atomicExch(&expired().claimed, 1u) == 0) expired() = {1, static_cast<int32_t>(phase), peer, static_cast<uint32_t>(seen()), lost};
+      return false;
+    }
     if (i % 64 != 63) continue;
     if (is_aborted(c) || *reinterpret_cast<const volatile uint32_t*>(&c.lane_control->failed) == epoch) return false;
+    if (*reinterpret_cast<const volatile uint32_t*>(&expired().claimed)) return false;  // by another warp of this block
     const uint64_t now = clock_ns();
     if (start == 0) start = now, next_look = now + 50'000;
     if (now < next_look) continue;
     next_look = now + 10'000;
-    if (may_look(c, peer, now) && *reinterpret_cast<volatile uint64_t*>(&c.host->abort) > c.control->generation) {
+    const bool looks = may_look(c, peer, now);
+    if (looks && *reinterpret_cast<volatile uint64_t*>(&c.host->abort) > c.control->generation) {
       store_relaxed(status_of(c, c.team.rank), c.control->generation + 1);
       *reinterpret_cast<volatile uint64_t*>(&c.host->status) = c.control->generation + 1;
       return false;
     }
-    if (now - start > (inside ? c.control->timeout_ns : c.control->busy_ns)) {
-      if (atomicExch(&expired().claimed, 1u) == 0) expired().phase = static_cast<int32_t>(phase), expired().peer = peer, expired().seen = seen();
-      return false;
-    }
+    if (looks) lost = *reinterpret_cast<volatile uint32_t*>(&c.host->lost[peer]);
+    over = lost != 0 || now - start > (inside ? c.control->timeout_ns : c.control->busy_ns);
   }
 }
 __device__ __forceinline__ bool wait_for_word(const Common& c, Phase phase, int peer, uint32_t epoch, bool inside, const uint4* p, uint4* word) {
@@ -68,7 +74,8 @@ __device__ __forceinline__ void clear_expired() {
 __device__ __forceinline__ void tell_expired(const Common& c, uint32_t epoch) {
   if (thread() != 0 || expired().claimed == 0) return;
   decltype(HostWords::record) r{};
-  r.state = 1;
+  r.state = expired().lost ? kLostPeer : kExpired;
+  r.value = expired().lost;
   r.peer = expired().peer;
   r.phase = expired().phase;
   r.epoch = r.expected = epoch;
@@ -162,9 +169,9 @@ __device__ __forceinline__ const uint4* header_words(const Common& c, Call call,
 }
 
 /// The header of a call without counts, by one warp.
-__device__ __forceinline__ void send_facts(const Common& c, Call call, FactWords* facts) {
+__device__ __forceinline__ void send_facts(const Common& c, Call call, bool refused, FactWords* facts) {
   constexpr int kNum = (HeaderInts::kRows + kWordPayload - 1) / kWordPayload;
-  if (lane_id() == 0) fill_facts(c, call.epoch, false, 0, facts);
+  if (lane_id() == 0) fill_facts(c, call.epoch, refused, 0, facts);
   __syncwarp();
 #pragma unroll 1
   for (int i = lane_id(); i < kNum * c.team.num_ranks; i += 32) {

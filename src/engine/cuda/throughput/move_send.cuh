@@ -46,7 +46,7 @@ __device__ inline void clear(const MoveShape& p, Shared& sh, std::byte* ring) {
 __device__ inline bool set_up(const DispatchArgs& a, Shared& sh, Call call) {
   const Common& c = a.common;
   if (a.chained && !wait_plan(a, call)) return false;
-  if (!__syncthreads_and(!is_over(c, call))) return false;
+  if (!__syncthreads_and(!is_over(c, call) && !(a.cached && is_broken(a.routing)))) return false;
   if (!gather_offers(c, call, sh.offers)) return false;
   for (int d = static_cast<int>(threadIdx.x); d <= c.team.num_ranks; d += kThreads) {
     sh.begins[d] = __ldcg(&a.routing.recv_begin[d]);
