@@ -127,8 +127,8 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
     uint64_t num_sends = 0;  ///< calls issued
     int outstanding = 0;
     std::shared_ptr<CUstream_st> resident;  ///< of resident receives, once there is one
-    int32_t* chunk_counts = nullptr;
-    uint32_t* flags = nullptr;
+    uint64_t* chunk_counts = nullptr;
+    uint32_t *flags = nullptr, *begins = nullptr;
   };
   struct Prepared;
 

@@ -105,7 +105,9 @@ __device__ __forceinline__ bool wait_until(const Common& c, Phase phase, int pee
   if (ready()) return true;
   const uint64_t start = clock_ns();
   uint64_t next_look = start + 50'000;
-  const uint64_t limit = inside ? c.control->timeout_ns : c.control->busy_ns;
+  // Who waits for a block that waits for a peer gives up after that one, which knows the peer.
+  constexpr uint64_t kLater = 100'000'000;
+  const uint64_t limit = (inside ? c.control->timeout_ns : c.control->busy_ns) + (phase == Phase::local_blocks ? kLater : 0);
   for (uint32_t i = 1;; ++i) {
     if (ready()) return true;
     if (i % 64) continue;
@@ -157,11 +159,11 @@ __device__ __forceinline__ bool wait_word(const Common& c, Phase phase, int peer
       },
       [&] { return word->w; });
 }
-/// Until another block of this GPU has got on (acquire).
-__device__ __forceinline__ bool wait_local(const Common& c, uint32_t epoch, const uint32_t* flag) {
+/// Until another block of this GPU has got on (acquire). `inside`: that block waits for no peer that may not have come yet.
+__device__ __forceinline__ bool wait_local(const Common& c, uint32_t epoch, const uint32_t* flag, bool inside = true) {
   uint32_t v = 0;
   return wait_until(
-      c, Phase::local_blocks, c.team.rank, epoch, true,
+      c, Phase::local_blocks, c.team.rank, epoch, inside,
       [&] {
         v = load_acquire_gpu(flag);
         return v == epoch;
