@@ -6,7 +6,7 @@
 
 namespace turnout::engine::cuda::count {
 
-inline constexpr int kThreads = 1024;
+inline constexpr int kThreads = 768;  ///< more would have too few registers
 inline constexpr int kPairs = 2048;  ///< pairs of a step, in shared memory
 inline constexpr int kGroup = 32;    ///< pairs that find their place by looking at each other: a warp
 
@@ -49,7 +49,7 @@ __device__ __forceinline__ Step step_of(const DispatchArgs& a, int chunk, int i,
   return {begin, static_cast<int>(max(static_cast<int64_t>(0), min(static_cast<int64_t>(most), end - begin)))};
 }
 
-__device__ inline void tell_bad_id(const DispatchArgs& a, int64_t i, uint32_t epoch) {
+__device__ __noinline__ void tell_bad_id(const DispatchArgs& a, int64_t i, uint32_t epoch) {
   DeviceRecord r{};
   r.state = 4;
   r.peer = a.common.team.rank;
@@ -65,7 +65,7 @@ __device__ inline void tell_bad_id(const DispatchArgs& a, int64_t i, uint32_t ep
 /// Ids of a step to shared memory; what each pair finds before it in its group; counts of the groups before each group. Returns whether an
 /// id is out of range.
 __device__ inline bool load_step(const DispatchArgs& a, const Shared& s, Step step, uint32_t epoch) {
-  constexpr int kEach = kPairs / kThreads, kAtOnce = 16;
+  constexpr int kEach = (kPairs + kThreads - 1) / kThreads, kAtOnce = 16;
   const int num_ranks = a.common.team.num_ranks, columns = num_ranks + a.common.num_experts, topk = a.num_topk;
   const int num_groups = (step.n + kGroup - 1) / kGroup;
   // All loads first: each takes as long as all of them.
@@ -184,21 +184,30 @@ __device__ inline void place_chunk(const DispatchArgs& a, const Shared& s, int c
 /// s.running becomes the sum of the chunks before `chunk`. `own`: it has been that chunk's counts; s.all becomes the sum with them, and
 /// *bad tells whether one of these chunks had an id out of range. False: given up.
 __device__ inline bool sum_earlier(const DispatchArgs& a, const Shared& s, int chunk, bool own, bool* bad, uint32_t epoch) {
-  constexpr int kAtOnce = 16;
+  constexpr int kAtOnce = 8;
   const int columns = a.common.team.num_ranks + a.common.num_experts;
+  const int parts = max(1, kThreads / columns);  // threads that share a column
+  for (int i = static_cast<int>(threadIdx.x); i < columns; i += kThreads) {
+    if (own) s.all[i] = s.running[i];
+    s.running[i] = 0;
+  }
+  __syncthreads();
   bool good = true;
   uint32_t flags = 0;
-  for (int i = static_cast<int>(threadIdx.x); good && i < columns; i += kThreads) {
+  for (int i = static_cast<int>(threadIdx.x); good && i < columns * parts; i += kThreads) {
+    const int column = i % columns;
     uint32_t sum = 0;
-    for (int c = 0; good && c < chunk; c += kAtOnce) {
-      const uint64_t* from = a.chunk_counts + static_cast<int64_t>(c) * columns + i;
+    for (int c = i / columns; good && c < chunk; c += kAtOnce * parts) {
       uint64_t v[kAtOnce];
       good = wait_until(
           a.common, Phase::local_blocks, a.common.team.rank, epoch, true,
           [&] {
             bool all = true;
 #pragma unroll
-            for (int j = 0; j < kAtOnce; ++j) v[j] = c + j < chunk ? load_relaxed(from + static_cast<int64_t>(j) * columns) : static_cast<uint64_t>(epoch) << 32;
+            for (int j = 0; j < kAtOnce; ++j) {
+              const int from = c + j * parts;
+              v[j] = from < chunk ? load_relaxed(a.chunk_counts + from * columns + column) : static_cast<uint64_t>(epoch) << 32;
+            }
 #pragma unroll
             for (int j = 0; j < kAtOnce; ++j) all &= static_cast<uint32_t>(v[j] >> 32) == epoch;
             return all;
@@ -210,11 +219,12 @@ __device__ inline bool sum_earlier(const DispatchArgs& a, const Shared& s, int c
         flags |= static_cast<uint32_t>(v[j]) & kBadChunk;
       }
     }
-    if (own) s.all[i] = static_cast<int32_t>(sum) + s.running[i];
-    s.running[i] = static_cast<int32_t>(sum);
+    atomicAdd(&s.running[column], static_cast<int32_t>(sum));
   }
   if (own) *bad |= __syncthreads_or(flags != 0) != 0;
-  return __syncthreads_and(good);
+  if (!__syncthreads_and(good)) return false;
+  for (int i = static_cast<int>(threadIdx.x); own && i < columns; i += kThreads) s.all[i] += s.running[i];
+  return true;
 }
 
 }  // namespace turnout::engine::cuda::count
