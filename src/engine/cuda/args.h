@@ -192,8 +192,9 @@ struct DispatchArgs {
   int num_local = 0;  ///< experts of this rank
 
   // Scratch of the lane, in this GPU's memory.
-  int32_t* chunk_counts = nullptr;     ///< [kMaxChunks][R + P]
+  uint64_t* chunk_counts = nullptr;    ///< [kMaxChunks][R + P]: the epoch above, below it kBadChunk and a count
   uint32_t* flags = nullptr;           ///< [kNumFlags] local signals: epochs
+  uint32_t* begins = nullptr;          ///< [R + 1][4]: send_begin and recv_begin as flagged words, which need no fence
   int64_t* counts_for_host = nullptr;  ///< exact: mapped [R * R + max_local + 2], the last word is the epoch
 };
 
@@ -227,12 +228,13 @@ TURNOUT_HOST_DEVICE constexpr uint32_t offered_channels(const DispatchArgs& a) {
 
 /// Tokens are counted in at most so many chunks.
 inline constexpr int kMaxChunks = 64;
-/// Local signals after the chunks' own (in DispatchArgs::flags).
+inline constexpr uint32_t kBadChunk = 1u << 31;
+/// Local signals (in DispatchArgs::flags).
 enum LocalFlag : int {
-  kPlanReady = kMaxChunks,  ///< headers have come, tables of rows are made
-  kCounted,                 ///< counts and offsets of experts are those of the result
-  kAdmitted,                ///< ids of received rows have come too
-  kPlaced,                  ///< kPlaced + chunk: its pairs have their places
+  kPlanReady,  ///< headers have come, tables of rows are made
+  kCounted,    ///< counts and offsets of experts are those of the result
+  kAdmitted,   ///< ids of received rows have come too
+  kPlaced,     ///< kPlaced + chunk: its pairs have their places
   kNumFlags = kPlaced + kMaxChunks
 };
 /// Channels of a source: one per chunk of meta data, then one per block that announces rows.
@@ -254,7 +256,7 @@ enum Ticket : int {
 /// Tokens are cut into chunks alike on every rank, so that all know how many chunks a source has.
 TURNOUT_HOST_DEVICE constexpr int64_t chunk_tokens(int64_t num_tokens) {
   const int64_t even = core::align_up(core::ceil_div(num_tokens, kMaxChunks), 32);
-  return even > 128 ? even : 128;
+  return even > 256 ? even : 256;
 }
 TURNOUT_HOST_DEVICE constexpr int num_chunks(int64_t num_tokens) {
   const int64_t n = core::ceil_div(num_tokens, chunk_tokens(num_tokens));

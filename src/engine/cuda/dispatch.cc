@@ -119,6 +119,7 @@ DispatchArgs Engine::dispatch_args(const turnout::DispatchArgs& args, const Call
   const LaneState& lane = lanes_[static_cast<size_t>(args.lane)];
   a.chunk_counts = lane.chunk_counts;
   a.flags = lane.flags;
+  a.begins = lane.begins;
   return a;
 }
 

@@ -129,8 +129,9 @@ Engine::Engine(DeviceEngineSetup setup)
     node_of_rank_ = at.take<int32_t>(num_ranks_);
     lanes_.assign(static_cast<size_t>(config_.num_lanes), {});
     for (LaneState& lane : lanes_) {
-      lane.chunk_counts = at.take<int32_t>(kMaxChunks * columns);
+      lane.chunk_counts = at.take<uint64_t>(kMaxChunks * columns);
       lane.flags = at.take<uint32_t>(kNumFlags);
+      lane.begins = at.take<uint32_t>(4 * (num_ranks_ + 1));
     }
     return at.num_bytes();
   };

@@ -129,8 +129,8 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
     int outstanding = 0;
     std::vector<PendingCall*> open;         ///< those whose receiving part has yet to be issued on the stream of the lane
     std::shared_ptr<CUstream_st> resident;  ///< of resident receives, once there is one
-    int32_t* chunk_counts = nullptr;
-    uint32_t* flags = nullptr;
+    uint64_t* chunk_counts = nullptr;
+    uint32_t *flags = nullptr, *begins = nullptr;
   };
   struct Prepared;
 

@@ -118,10 +118,10 @@ __device__ __forceinline__ void send_offer(const Common& c, Call call, int rank,
   auto* to = reinterpret_cast<uint4*>(c.team.base[rank] + c.arena.offer_at(c.lane, call.copy, c.team.rank));
   store_word(to, uint4{static_cast<uint32_t>(block / 128), static_cast<uint32_t>(rows), channels, call.epoch});
 }
-__device__ __forceinline__ bool wait_offer(const Common& c, Call call, int rank, Offer* offer) {
+__device__ __forceinline__ bool wait_offer(const Common& c, Call call, int rank, Offer* offer, Phase phase = Phase::offer) {
   const auto* from = reinterpret_cast<const uint4*>(c.team.base[c.team.rank] + c.arena.offer_at(c.lane, call.copy, rank));
   uint4 w{};
-  const bool came = wait_word(c, Phase::offer, rank, call.epoch, false, from, &w);
+  const bool came = wait_word(c, phase, rank, call.epoch, false, from, &w);
   *offer = {w.x, w.y, w.z};
   if (came && w.y == kRefusedOffer) {
     DeviceRecord r{};

@@ -200,11 +200,11 @@ __device__ __forceinline__ bool wait_word(const Common& c, Phase phase, int peer
       },
       [&] { return word->w; }, if_failed);
 }
-/// Until another block of this GPU has got on (acquire).
-__device__ __forceinline__ bool wait_local(const Common& c, uint32_t epoch, const uint32_t* flag) {
+/// Until another block of this GPU has got on (acquire). `inside`: that block waits for no peer that may not have come yet.
+__device__ __forceinline__ bool wait_local(const Common& c, uint32_t epoch, const uint32_t* flag, bool inside = true) {
   uint32_t v = 0;
   return wait_until(
-      c, Phase::local_blocks, c.team.rank, epoch, true,
+      c, Phase::local_blocks, c.team.rank, epoch, inside,
       [&] {
         v = load_acquire_gpu(flag);
         return v == epoch;
