@@ -161,29 +161,25 @@ __device__ __forceinline__ bool work_on_units(const Work& w, int worker, const P
   Terms<kHalves> asked = ask_terms<kHalves>(a, sends ? n : -1);
   First<kHalves> now = first_of(w, parts);
   Terms<kHalves> t = terms_of(a, n, asked);
-  bool is_fetched = sends && fetch(w, t, room, fetching);
-  const bool own_is_fetched = kHasBulk && token < a.num_tokens && fetch(w, terms_of(a, now.own_row, now.own), room.second(), fetching);
-  Fetched set = room;
+  constexpr bool kFetch = kFetches<kType, kFast> && kHasBulk;
+  const bool first_is_fetched = kFetch && sends && fetch(w, t, room, fetching);
+  const bool own_is_fetched = kFetch && token < a.num_tokens && fetch(w, terms_of(a, now.own_row, now.own), room.second(), fetching);
 #pragma unroll 1
   for (bool first = true;; first = false) {
     if (!first) {
       sends = sends && owed.next(w, &n, &to);
       t = terms_of(a, sends ? n : now.own_row, sends ? ask_terms<kHalves>(a, n) : now.own);
-      is_fetched = false;
     }
     if (!sends && token >= a.num_tokens) return true;
-    if (!sends && token == worker) {
-      if (first) t = terms_of(a, now.own_row, now.own);
-      is_fetched = own_is_fetched;
-      set = room.second();
-    }
+    if (!sends && first) t = terms_of(a, now.own_row, now.own);
+    const bool is_fetched = sends ? first && first_is_fetched : token == worker && own_is_fetched;
     if (sends && t.mask == 0) continue;  // all of it was dropped: the mask says so
 #pragma unroll 1
     for (int base = warp_id() * 32; base < w.f.units; base += num_unit_threads()) {
       const int unit = base + lane_id();
       const Place place = place_of<kType>(a, unit, w.f.units, unit < w.f.units);
       uint32_t p[kPayload<kType>];
-      if (t.mask) sum_terms<kType, kFast>(w, t, is_fetched, set, place, p);
+      if (t.mask) sum_terms<kType, kFast>(w, t, is_fetched, sends ? room : room.second(), place, p);
       if (sends) send_unit<kType>(w, to, unit, p);
       else if (!add_unit<kType, kFast>(w, token, now.parts, t.mask, place, unit, p)) return false;
     }
@@ -314,7 +310,7 @@ cudaError_t launch(const CombineArgs& a, int blocks, cudaStream_t stream) {
   if (const cudaError_t bad = cudaGetDevice(&device)) return bad;
   if (const cudaError_t bad = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) return bad;
   const int64_t row = a.hidden * kElement<kType>, room = (most - kStaticBytes) / (2 * row);
-  const int rows = static_cast<int>(std::min<int64_t>({room, a.num_topk, Fetched::kMost}));
+  const int rows = kFetches<kType, true> ? static_cast<int>(std::min<int64_t>({room, a.num_topk, Fetched::kMost})) : 0;
   if (bits % 16 == 0 && a.hidden % kUnitChunk == 0 && a.num_topk <= 32)
     combine_kernel<kType, true><<<blocks, threads(kThreads<true>), static_cast<size_t>(2 * rows * row), stream>>>(a, rows);
   else combine_kernel<kType, false><<<blocks, threads(kThreads<false>), 0, stream>>>(a, 0);

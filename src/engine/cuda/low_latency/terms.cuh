@@ -68,6 +68,10 @@ __device__ __forceinline__ uint64_t terms_to_add(const CombineArgs& a, const Ter
   return a.layout == Layout::rank_major ? t.mask & (~t.mask + 1) : t.mask;
 }
 
+/// Whether rows of y may come to shared memory. Those of fp32 are long, and the code of adding them has no registers to spare.
+template <DType kType, bool kFast>
+inline constexpr bool kFetches = kFast && kType != DType::fp32;
+
 /// Rows of y in shared memory: those of the first row that a block sends, and those of its first token. All are asked for before the
 /// first is needed; stores to other ranks hold up loads that come after them, but not these.
 struct Fetched {
@@ -109,7 +113,7 @@ __device__ __forceinline__ void sum_terms(const Work& w, const Terms<kHalves>& t
   while (left) {
     uint32_t raw[kBatch][kPayload<kType>];
     uint64_t rest = left;
-    if (kFast && kHasBulk && is_fetched) {
+    if (kFetches<kType, kFast> && kHasBulk && is_fetched) {
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
         if (!rest) continue;
