@@ -131,18 +131,23 @@ __device__ __forceinline__ int next_unstarted(const Common& c, uint32_t epoch, i
   return -1;
 }
 
-/// For a block: calls `send(b)` for itself and then for those that have not started. `meanwhile()` asks for what comes next, while
-/// the answer to who has started is on its way. One loop, so that the code of sending is there once.
+/// Of a thread: whether the blocks that it looks at have started.
+__device__ __forceinline__ bool have_started(const Common& c, uint32_t epoch) {
+  bool all = true;
+#pragma unroll 1
+  for (int i = thread(); i < num_blocks(); i += num_threads()) all = has_started(c, i, epoch) && all;
+  return all;
+}
+/// For a block: calls `send(b)` for itself and then for those that have not started. It may say what have_started() said some time
+/// after its start, so that the answer needs not be waited for. `meanwhile()` asks for what comes next. One loop, so that the code of
+/// sending is there once.
 template <class Send, class Meanwhile>
 __device__ __forceinline__ void send_for_all(const Common& c, uint32_t epoch, Send send, Meanwhile meanwhile) {
   int next = 0;
 #pragma unroll 1
   for (int b = block();;) {
-    send(b);
+    const bool all = send(b);
     if (b == block()) {
-      bool all = true;
-#pragma unroll 1
-      for (int i = thread(); i < num_blocks(); i += num_threads()) all = has_started(c, i, epoch) && all;
       meanwhile();
       if (!__syncthreads_or(!all)) return;
       __shared__ int found;
