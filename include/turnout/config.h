@@ -15,7 +15,7 @@ inline namespace v0 {
 inline constexpr int kMaxTopk = 64;
 
 /// Deadlines of a wait. A living peer that has not arrived at the call has `busy_timeout`; a silent one, or one that is
-/// inside the call and does not get on, has `timeout`. Each is 1 ms to a year.
+/// inside the call and does not get on, has `timeout`; so has one that waits on another lane (docs/design/api.md). Each is 1 ms to a year.
 struct Timeouts {
   std::chrono::milliseconds timeout{60'000};
   std::chrono::milliseconds busy_timeout{30 * 60'000};

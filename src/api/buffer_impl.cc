@@ -23,6 +23,7 @@ using engine::Lane;
 
 BufferImpl::BufferImpl(std::shared_ptr<CommunicatorImpl> communicator, const BufferConfig& config, Allocator* allocator)
     : communicator_(std::move(communicator)) {
+  if (!communicator_) throw InvalidArgument("Buffer: the Communicator was moved from");
   transport::Transport& transport = *communicator_->transport;
   std::string refusal;
   try {

@@ -179,6 +179,9 @@ TEST(Told, WhatIsNullIsRefused) {
   expect_says(message_of<InvalidArgument>([] { store_bootstrap(nullptr, 0, 1, "world"); }), {"store is null"});
   expect_says(message_of<InvalidArgument>([] { run_virtual_ranks(1, nullptr); }), {"body is empty"});
   Communicator one = Communicator::from_store(thread_store(), 0, 1);
+  Communicator two = Communicator::from_store(thread_store(), 0, 1);
+  const Communicator taken = std::move(two);
+  expect_says(message_of<InvalidArgument>([&] { Buffer(two, small_config()); }), {"moved from"});
   Buffer buffer(one, small_config());
   Tokens tokens(0);
   for (TensorView DispatchArgs::*view : {&DispatchArgs::x, &DispatchArgs::topk_idx, &DispatchArgs::topk_weights}) {
