@@ -254,7 +254,7 @@ def test(args):
     failed = [f"{j.name}: {name}" for j in jobs for name in j.failed]
     for job in jobs:
         if job.failed:
-            print(f"--- {job.name}\n" + (logs / f"{job.name}.log").read_text(errors="replace")[-args.tail :])
+            print(f"--- {job.name}\n" + (logs / f"{job.name}.log").read_text(errors="replace")[-max(args.tail, 1) :])
     names = sorted(job.line().rsplit(" in ", 1)[0] for job in jobs) + [f"FAILED {name}" for name in failed]
     if trees and number and not args.filter:
         command = "./dev gpu-test" + (f" --part {args.part}" if total > 1 else "")
