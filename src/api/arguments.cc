@@ -1,9 +1,13 @@
 // Checks of dispatch() and combine(). Messages carry the numbers that clash.
 #include "api/arguments.h"
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <limits>
+#include <mutex>
 #include <string>
 
 #include "core/math.h"
@@ -138,13 +142,46 @@ void check_common(const Name& call, const BufferConfig& config, const Args& args
 
 /// A view of memory that a result gave back is no argument.
 void check_alive(const engine::Context& context, const Name& what, const TensorView& t) {
-  if (t.defined() && t.data && context.is_released(t.data)) refuse(what + " is a view of a result that was released");
+  if (t.defined() && t.data && t.num_elements() > 0 && context.is_released(t.data)) refuse(what + " is a view of a result that was released");
+}
+
+/// What a handle fixes may be left at its default beside it, or be the same.
+void check_same_as_handle(const DispatchArgs& args, const internal::Routing& r) {
+  const auto differ = [](const char* what, const std::string& given, const std::string& has) {
+    refuse(std::string("dispatch: ") + what + " is " + given + ", but the handle was made with " + has + ", which it keeps: leave " + what + " out");
+  };
+  if (args.layout != Layout::rank_major && args.layout != r.layout) differ("layout", std::string(name(args.layout)), std::string(name(r.layout)));
+  if (args.capacity && *args.capacity != r.capacity) differ("capacity", str(*args.capacity), r.capacity < 0 ? "an exact size" : str(r.capacity));
+  if (args.expert_alignment != 1 && r.layout == Layout::expert_major && args.expert_alignment != r.alignment) {
+    differ("expert_alignment", str(args.expert_alignment), str(r.alignment));
+  }
 }
 
 const internal::Routing& check_handle(const Name& call, const engine::Context& context, const Handle* handle) {
   if (!handle || !*handle) refuse(call + ": handle is empty; give the handle of a dispatch of this Buffer");
   if (handle->routing()->buffer != context.serial) refuse(call + ": handle was made by another Buffer (or one that is closed)");
   return *handle->routing();
+}
+
+/// What the result of a capacity takes is known before anything is sent: what no memory holds is refused, with the numbers.
+/// In floating point, which does not wrap.
+void check_memory(const engine::Context& context, const DispatchArgs& args) {
+  if (context.config.device.kind != DeviceKind::cpu) return;  // a GPU's engine knows its memory
+  static const double memory = static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGESIZE));
+  double rows = static_cast<double>(*args.capacity);
+  if (args.layout == Layout::expert_slab) {
+    std::lock_guard lock(context.experts_mutex);
+    rows *= context.experts->num_local(context.rank);
+  }
+  double row = args.layout == Layout::rank_major ? static_cast<double>(args.topk_idx.shape[1]) * 8 : 4;  // ids and weights
+  if (!args.out.defined()) row += static_cast<double>(bytes_of(args.x.shape[1], args.x.dtype));
+  for (const TensorView& side : args.side) {
+    if (side.ndim == 2) row += static_cast<double>(bytes_of(side.shape[1], side.dtype));
+  }
+  if (rows * row <= memory) return;
+  refuse("dispatch: capacity is " + str(*args.capacity) + ", so the result has " + str(std::llround(rows)) + " rows of " + str(std::llround(row)) +
+         " bytes, " + str(std::llround(std::min(rows * row, 9e18))) + " in all, but this machine has " + str(std::llround(memory)) +
+         " bytes of memory: give a smaller one");
 }
 
 void check_routing_args(const engine::Context& context, const DispatchArgs& args) {
@@ -158,9 +195,11 @@ void check_routing_args(const engine::Context& context, const DispatchArgs& args
   if (topk < 1 || topk > config.max_topk)
     refuse("dispatch: topk_idx has " + str(topk) + " experts per token, but this Buffer takes 1 to " + str(config.max_topk) + " (max_topk)");
   check_dense("dispatch: topk_idx", args.topk_idx);
+  check_alive(context, "dispatch: topk_idx", args.topk_idx);
   if (config.device.kind == DeviceKind::cpu) check_ids(args.topk_idx, config.num_experts);  // a GPU's kernels look at theirs
   if (args.topk_weights.defined()) {
     check_matrix("dispatch: topk_weights", args.topk_weights);
+    check_alive(context, "dispatch: topk_weights", args.topk_weights);
     if (args.topk_weights.dtype != DType::fp32 && args.topk_weights.dtype != DType::bf16) {
       refuse("dispatch: topk_weights is " + args.topk_weights.to_string() + ", but must be fp32 or bf16");
     }
@@ -170,6 +209,7 @@ void check_routing_args(const engine::Context& context, const DispatchArgs& args
   if (args.capacity && *args.capacity < 0) refuse("dispatch: capacity is " + str(*args.capacity) + ", but must be 0 or more");
   if (args.capacity && *args.capacity > INT32_MAX) refuse("dispatch: capacity is " + str(*args.capacity) + ", but must be below 2^31");
   if (args.layout == Layout::expert_slab && !args.capacity) refuse("dispatch: layout expert_slab needs a capacity (rows per local expert)");
+  if (args.capacity) check_memory(context, args);
   if (args.expert_alignment < 1 || args.expert_alignment > (1 << 20)) {
     refuse("dispatch: expert_alignment is " + str(args.expert_alignment) + ", but must be 1 to 1048576");
   }
@@ -208,6 +248,7 @@ void check_dispatch(const engine::Context& context, const DispatchArgs& args) {
     if (args.topk_idx.defined() || args.topk_weights.defined())
       refuse("dispatch: topk_idx and topk_weights are in the handle already; leave them out");
     if (tokens != r.num_tokens) refuse("dispatch: x has " + str(tokens) + " tokens but the handle has " + str(r.num_tokens));
+    check_same_as_handle(args, r);
   } else {
     check_routing_args(context, args);
   }
@@ -274,8 +315,12 @@ void check_combine(const engine::Context& context, const CombineArgs& args) {
   if ((args.apply == CombineWeights::rows) != args.weights.defined()) {
     refuse(args.weights.defined() ? "combine: weights are given but not applied; set apply=rows" : "combine: apply=rows, but weights are missing");
   }
-  if (args.weights.defined()) check_numbers("combine: weights", args.weights, {DType::fp32, DType::bf16}, need);
+  if (args.weights.defined()) {
+    check_numbers("combine: weights", args.weights, {DType::fp32, DType::bf16}, need);
+    if (need > 0) check_alive(context, "combine: weights", args.weights);
+  }
   if (args.side.defined()) {
+    if (need > 0) check_alive(context, "combine: side", args.side);
     check_numbers("combine: side", args.side, {DType::fp32}, r.layout == Layout::rank_major ? r.num_recv() * r.num_topk : need);
   }
   if (args.out.defined()) {

@@ -2,7 +2,9 @@
 #include "api/buffer_impl.h"
 
 #include <cstring>
+#include <new>
 #include <string>
+#include <system_error>
 
 #include "api/arguments.h"
 #include "api/layout.h"
@@ -11,6 +13,7 @@
 #include "engine/cpu/send_list.h"
 #include "transport/idler.h"
 #include "util/env.h"
+#include "util/log.h"
 
 namespace turnout {
 inline namespace v0 {
@@ -20,6 +23,7 @@ using engine::Lane;
 
 BufferImpl::BufferImpl(std::shared_ptr<CommunicatorImpl> communicator, const BufferConfig& config, Allocator* allocator)
     : communicator_(std::move(communicator)) {
+  if (!communicator_) throw InvalidArgument("Buffer: the Communicator was moved from");
   transport::Transport& transport = *communicator_->transport;
   std::string refusal;
   try {
@@ -109,11 +113,9 @@ void BufferImpl::require_open(const char* call) const {
   if (context_->closed.load(std::memory_order_acquire)) throw InvalidArgument(std::string(call) + ": this Buffer is closed");
 }
 
-/// Tells all ranks that this one does not make the call, which consumes its epoch, and rethrows the reason.
-/// REQUIRES: an exception is being handled.
+/// Tells all ranks that this one does not make the call, which consumes its epoch, and throws the reason.
 template <class Args>
-void BufferImpl::refuse(const Args& args, Lane& lane) {
-  const std::exception_ptr why = std::current_exception();
+void BufferImpl::refuse(const Args& args, Lane& lane, const std::exception_ptr& why) {
   const uint64_t epoch = lane.take_epoch();
   auto call = std::make_shared<engine::RefusedCall>(context_, lane.index(), epoch, lane.first_epoch(), api::facts_of(*context_, args),
                                                     lane.closing_call(epoch - static_cast<uint64_t>(context_->layout.depth)));
@@ -162,8 +164,10 @@ std::shared_ptr<PendingImpl> BufferImpl::start(const Args& args, PendingImpl* pe
     check_outstanding(context_->config, lane, name);
     if (!pending) pending = (made = std::make_shared<PendingImpl>(shared_from_this(), lane.index())).get();
     call = make_call(args, lane, *pending);
+  } catch (const std::bad_alloc&) {
+    refuse(args, lane, std::make_exception_ptr(TransportError(std::string(name) + ": the process has no memory left for the tables of this call")));
   } catch (...) {
-    refuse(args, lane);
+    refuse(args, lane, std::current_exception());
   }
   lane.take_epoch();
   lane.drive(*call, Lane::Until::sent);
@@ -212,7 +216,7 @@ engine::Call* BufferImpl::make_call(const CombineArgs& args, Lane& lane, Pending
 
 void BufferImpl::receive_meanwhile(const std::shared_ptr<PendingImpl>& pending) {
   PendingImpl* p = pending.get();  // stop_resident() joins before the pending call dies
-  p->resident = std::thread([this, p] {
+  const auto receive = [this, p] {
     transport::Window& window = *context_->window;
     transport::Idler idler(window, context_->transport->spin());
     while (!p->stop.load(std::memory_order_acquire) && context_->status.load(std::memory_order_acquire) == 0) {
@@ -230,7 +234,13 @@ void BufferImpl::receive_meanwhile(const std::shared_ptr<PendingImpl>& pending) 
         // Leaves the lane to others in between.
       }
     }
-  });
+  };
+  try {
+    p->resident = std::thread(receive);
+  } catch (const std::system_error& e) {
+    util::log_once(util::LogLevel::warn,
+                   "receive = resident: the system has no thread left (" + e.code().message() + "): rows are received in wait()");
+  }
 }
 
 void BufferImpl::set_expert_to_rank(const std::vector<int>& expert_to_rank) {

@@ -1,6 +1,7 @@
 // The body of Buffer: lanes over one engine context, and what pending calls and results keep.
 #pragma once
 #include <atomic>
+#include <exception>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -87,7 +88,7 @@ class BufferImpl : public std::enable_shared_from_this<BufferImpl> {
   engine::Call* make_call(const DispatchArgs& args, engine::Lane& lane, PendingImpl& pending);
   engine::Call* make_call(const CombineArgs& args, engine::Lane& lane, PendingImpl& pending);
   template <class Args>
-  [[noreturn]] void refuse(const Args& args, engine::Lane& lane);
+  [[noreturn]] void refuse(const Args& args, engine::Lane& lane, const std::exception_ptr& why);
   [[noreturn]] void stop_for_lane(const char* call, int lane);
   void agree(const BufferConfig& config);
 

@@ -41,7 +41,8 @@ std::shared_ptr<Routing> shape_of(const DispatchArgs& args, uint64_t buffer, int
 }
 
 void check_alive(const engine::DeviceEngine& device, std::string_view what, const TensorView& t) {
-  if (t.defined() && t.data && device.is_released(t.data)) throw InvalidArgument(std::string(what) + " is a view of a result that was released");
+  if (t.defined() && t.data && t.num_elements() > 0 && device.is_released(t.data))
+    throw InvalidArgument(std::string(what) + " is a view of a result that was released");
 }
 
 /// The arrays of a result with a row per token or per (token, expert).
@@ -116,6 +117,8 @@ std::shared_ptr<PendingImpl> BufferImpl::start_on_device(const DispatchArgs& arg
   return issue(args, lane, pending, [&](PendingImpl& call) {
     api::check_dispatch(*context_, args);
     check_alive(*device_, "dispatch: x", args.x);
+    check_alive(*device_, "dispatch: topk_idx", args.topk_idx);
+    check_alive(*device_, "dispatch: topk_weights", args.topk_weights);
     for (size_t s = 0; s < args.side.size(); ++s) check_alive(*device_, "dispatch: side[" + std::to_string(s) + "]", args.side[s]);
     check_alive(*device_, "dispatch: out", args.out);
     std::shared_ptr<const engine::DeviceRouting> cached;
@@ -141,7 +144,9 @@ std::shared_ptr<PendingImpl> BufferImpl::start_on_device(const CombineArgs& args
   const bool receive_now = pending != nullptr;
   return issue(args, lane, pending, [&](PendingImpl& call) {
     api::check_combine(*context_, args);
-    if (args.y.num_elements() > 0) check_alive(*device_, "combine: y", args.y);
+    check_alive(*device_, "combine: y", args.y);
+    check_alive(*device_, "combine: weights", args.weights);
+    check_alive(*device_, "combine: side", args.side);
     check_alive(*device_, "combine: out", args.out);
     call.routing = args.handle->routing();
     call.combine_args = args;

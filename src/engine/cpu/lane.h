@@ -63,6 +63,8 @@ class Lane {
   void fail(Call& call);
   void stop_peers(const Call& call);
   bool progress_siblings();
+  /// The lane on which `peer` has come to a call that this rank has not made; -1 if there is none.
+  int crossed_lane(int peer) const;
   void check_patience(const Call& call, Patience& patience);
   [[noreturn]] void expire(const Call& call, const Waiting& waiting, const std::vector<int>& peers, const std::string& state, Clock::duration waited,
                            bool gone);
