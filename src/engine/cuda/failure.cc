@@ -174,7 +174,8 @@ void Engine::check_failure() {
   if (!suspended_) {
     CurrentDevice current(device_);
     uint64_t status = 0;
-    check(cudaMemcpyAsync(&status, shared_->window->local() + shared_->arena.status, sizeof status, cudaMemcpyDeviceToHost, side_stream_), "cudaMemcpy");
+    check(cudaMemcpyAsync(&status, shared_->window->local() + shared_->arena.status, sizeof status, cudaMemcpyDeviceToHost, side_stream_),
+          "cudaMemcpy");
     check(cudaStreamSynchronize(side_stream_), "reading the status word");
     if (status > generation_) *static_cast<volatile uint64_t*>(&words_->host()->status) = status;
   }

@@ -104,9 +104,7 @@ __device__ __forceinline__ Start start_of(const Common& c) {
 
 /// Whether this thread's block does the sending part of block `b`, which has not started; of all that could, one does. Where few SMs are
 /// free a call would otherwise be sent once by every block.
-__device__ __forceinline__ bool take_over(const Common& c, int b, uint32_t epoch) {
-  return atomicExch(&c.lane_control->started[b], epoch) != epoch;
-}
+__device__ __forceinline__ bool take_over(const Common& c, int b, uint32_t epoch) { return atomicExch(&c.lane_control->started[b], epoch) != epoch; }
 __device__ __forceinline__ bool has_started(const Common& c, int b, uint32_t epoch) {
   return *reinterpret_cast<const volatile uint32_t*>(&c.lane_control->started[b]) == epoch;
 }
