@@ -142,6 +142,12 @@ void BufferImpl::stop_for_lane(const char* call, int lane) {
   context_->stop({engine::Abort::Kind::invalid_argument, std::string(call) + ": " + api::lane_problem(context_->config, lane), record});
 }
 
+std::shared_ptr<PendingImpl> BufferImpl::new_pending(int lane) {
+  auto pending = std::make_shared<PendingImpl>(this, lane);
+  pending->keeper = shared_from_this();
+  return pending;
+}
+
 template <class Args>
 std::shared_ptr<PendingImpl> BufferImpl::start(const Args& args, PendingImpl* pending) {
   const char* name = name_of(args);
@@ -157,7 +163,7 @@ std::shared_ptr<PendingImpl> BufferImpl::start(const Args& args, PendingImpl* pe
   engine::Call* call = nullptr;
   try {
     check_outstanding(context_->config, lane, name);
-    if (!pending) pending = (made = std::make_shared<PendingImpl>(shared_from_this(), lane.index())).get();
+    if (!pending) pending = (made = new_pending(lane.index())).get();
     call = make_call(args, lane, *pending);
   } catch (...) {
     refuse(args, lane);

@@ -157,8 +157,8 @@ void BufferImpl::drop(PendingImpl& pending) noexcept {
   pending.waited = true;
   try {
     if (context_->closed.load(std::memory_order_acquire)) return;
-    if (pending.dispatch || (pending.device && pending.dispatch_args.x.defined())) finish_dispatch(pending);
-    if (pending.combine || (pending.device && pending.combine_args.y.defined())) finish_combine(pending);
+    if (pending.dispatch || pending.dispatch_args) finish_dispatch(pending);
+    if (pending.combine || pending.combine_args) finish_combine(pending);
   } catch (...) {
     // Nobody asks for this call's result, and the Buffer keeps its abort for the next one.
   }

@@ -60,7 +60,7 @@ class DispatchCall final : public Call {
 
   const internal::Routing& routing() const { return cached_ ? *cached_ : *fresh_; }
   bool early(int peer) const;
-  Path choose_path(int source, int destination) const;
+  Path choose_path(int source, int destination, bool block_fits) const;
   int64_t block_rows(int rank) const;
   bool block_fits(int rank) const;
   /// Of rows that this rank sends or receives. REQUIRES: planned.
@@ -83,11 +83,17 @@ class DispatchCall final : public Call {
   void write_record(int peer, int64_t i, int64_t token);
   void write_direct(int peer, int64_t row, int64_t token);
   void fill_meta(int peer, int64_t token, int32_t* idx, float* weights) const;
-  const std::byte* token_row(int64_t token, std::vector<std::byte>& scratch, const std::byte*& scales) const;
+  /// The row of a token as it travels: x itself, or quantised, with its scales, in memory that the next call overwrites.
+  const std::byte* token_row(int64_t token, const std::byte*& scales) const {
+    scales = nullptr;
+    return args_.quantize == Quantize::none ? args_.x.row(token) : quantised_row(token, scales);
+  }
+  const std::byte* quantised_row(int64_t token, const std::byte*& scales) const;
 
   // dispatch_receive.cc
   void plan();
   void plan_experts();
+  void choose_paths();
   void make_room();
   bool receive();
   bool receive_from(int source, int64_t available);
@@ -110,15 +116,15 @@ class DispatchCall final : public Call {
   bool large_ = false;  ///< the rows of this call do not fit in a cache
 
   struct Target {  ///< where direct rows of this rank go at a destination
-    size_t base = 0;
+    size_t x = 0, scales = 0, topk_idx = 0, topk_weights = 0;  ///< offsets of the arrays in the arena
     int64_t first_row = 0, admitted = 0;
-    BlockFormat block;
+    int64_t block_rows = 0;
   };
 
   PerRank<Path> path_to_, path_from_;  ///< [R]
 
   // Send side.
-  std::vector<Target> targets_;  ///< [R] if some path is direct
+  PerRank<Target> targets_;  ///< [R] if some path is direct
   PerRank<int> direct_peers_;
   PerRank<int64_t> next_;   ///< [R] records or rows sent so far
   int64_t next_token_ = 0;  ///< of the direct rows

@@ -49,26 +49,39 @@ void DispatchCall::plan() {
   }
   make_room();
   large_ = std::max(r.send_begin.back(), r.num_recv()) * static_cast<int64_t>(format_.x_bytes) > kCacheBytes;
-  path_to_.assign(ranks, Path::none);
-  path_from_.assign(ranks, Path::none);
-  for (int peer = 0; peer < context_->num_ranks; ++peer) {
-    path_to_[static_cast<size_t>(peer)] = choose_path(me, peer);
-    path_from_[static_cast<size_t>(peer)] = choose_path(peer, me);
-    direct_sources_ += path_from(peer) == Path::direct;
-  }
-  for (int peer = 0; peer < context_->num_ranks; ++peer) {
-    if (path_to(peer) != Path::direct) continue;
-    if (targets_.empty()) targets_.resize(ranks);
-    Target& target = targets_[static_cast<size_t>(peer)];
-    target.base = static_cast<size_t>(header(peer).offer_offset);
-    target.block = format_.block(block_rows(peer), format_.idx_bytes > 0);
-    target.admitted = admitted(me, peer);
-    for (int s = 0; s < me; ++s) target.first_row += admitted(s, peer);
-    direct_peers_.push_back(peer);
-  }
+  choose_paths();
   received_.assign(ranks, 0);
   rows_left_ = 0;
   for (int s = 0; s < context_->num_ranks; ++s) rows_left_ += path_from(s) == Path::direct ? admitted(s, me) : rows(s, me);
+}
+
+/// Which way rows of this rank leave and arrive, and where those go that are put in place.
+void DispatchCall::choose_paths() {
+  const auto ranks = static_cast<size_t>(context_->num_ranks);
+  const int me = context_->rank;
+  path_to_.assign(ranks, Path::none);
+  path_from_.assign(ranks, Path::none);
+  const bool fits_here = routing().layout == Layout::rank_major && block_fits(me);
+  for (int peer = 0; peer < context_->num_ranks; ++peer) {
+    const auto at = static_cast<size_t>(peer);
+    path_from_[at] = choose_path(peer, me, fits_here);
+    direct_sources_ += path_from_[at] == Path::direct;
+    if (peer == me || my_rows_[at] == 0) continue;
+    path_to_[at] = choose_path(me, peer, block_fits(peer));
+    if (path_to_[at] != Path::direct) continue;
+    if (targets_.empty()) targets_.assign(ranks, Target());
+    Target& target = targets_[at];
+    const BlockFormat block = format_.block(block_rows(peer), format_.idx_bytes > 0);
+    const auto base = static_cast<size_t>(header(peer).offer_offset);
+    target.x = base + block.x;
+    target.scales = base + block.scales;
+    target.topk_idx = base + block.topk_idx;
+    target.topk_weights = base + block.topk_weights;
+    target.admitted = admitted(me, peer);
+    target.block_rows = block_rows(peer);
+    for (int s = 0; s < me; ++s) target.first_row += admitted(s, peer);
+    direct_peers_.push_back(peer);
+  }
 }
 
 /// Group offsets and the first position of every source in every group. What exceeds a capacity of expert_major is
@@ -197,14 +210,13 @@ bool DispatchCall::receive_from(int source, int64_t available) {
     routed_ = true;
   }
   context_->parallel_for(end - first, 4, [&](int64_t from, int64_t to) {
-    thread_local std::vector<std::byte> quantised;
     for (int64_t i = first + from; i < first + to; ++i) {
       const std::byte* record = own ? nullptr : record_of(i);
       if (held_ && !own) {
         std::memcpy(held_memory_->data() + static_cast<size_t>(base + i) * format_.record_bytes, record, format_.record_bytes);
       } else if (!held_) {
         Row row{nullptr, nullptr, record, own ? token_of(i) : 0, base + i};
-        row.x = own ? token_row(row.token, quantised, row.scales) : record + format_.x_at;
+        row.x = own ? token_row(row.token, row.scales) : record + format_.x_at;
         if (!own && format_.scale_bytes) row.scales = record + format_.scales_at;
         if (!own && !few) prefetch_row(row.x, format_.x_bytes);
         lay_out(row);
@@ -293,14 +305,13 @@ void DispatchCall::settle_held() {
     r.position[i] = next[static_cast<size_t>(r.recv_idx[i])]++;
     ++seen;
   }
-  std::vector<std::byte> quantised;
   for (int source = 0; source < context_->num_ranks; ++source) {
     const auto at = static_cast<size_t>(source);
     for (int64_t i = r.recv_begin[at]; i < r.recv_begin[at + 1]; ++i) {
       const bool own = source == context_->rank;
       const std::byte* record = own ? nullptr : held_memory_->data() + static_cast<size_t>(i) * format_.record_bytes;
       Row row{nullptr, nullptr, record, own ? r.send_tokens[static_cast<size_t>(r.send_begin[at] + i - r.recv_begin[at])] : 0, i};
-      row.x = own ? token_row(row.token, quantised, row.scales) : record + format_.x_at;
+      row.x = own ? token_row(row.token, row.scales) : record + format_.x_at;
       if (!own && format_.scale_bytes) row.scales = record + format_.scales_at;
       lay_out(row);
     }

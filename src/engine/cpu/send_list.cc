@@ -1,6 +1,7 @@
 // Two passes over the ids: count, then fill.
 #include "engine/cpu/send_list.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "engine/cpu/block_cache.h"
@@ -10,17 +11,18 @@ namespace turnout::engine {
 
 namespace {
 
+int32_t to_int32(int64_t id) { return static_cast<int32_t>(id); }
+
 void copy_ids(internal::Routing& r, const TensorView& topk_idx) {
   const size_t n = static_cast<size_t>(r.num_tokens) * static_cast<size_t>(r.num_topk);
-  r.topk_idx.resize(n);
-  for (size_t i = 0; i < n; ++i) {
-    r.topk_idx[i] = topk_idx.dtype == DType::i64 ? static_cast<int32_t>(topk_idx.as<const int64_t>()[i]) : topk_idx.as<const int32_t>()[i];
-  }
+  r.topk_idx.resize_for_overwrite(n);
+  if (topk_idx.dtype == DType::i64) std::transform(topk_idx.as<const int64_t>(), topk_idx.as<const int64_t>() + n, r.topk_idx.data(), to_int32);
+  else std::copy_n(topk_idx.as<const int32_t>(), n, r.topk_idx.data());
 }
 
 void copy_weights(internal::Routing& r, const TensorView& topk_weights) {
   const size_t n = static_cast<size_t>(r.num_tokens) * static_cast<size_t>(r.num_topk);
-  r.topk_weights.resize(n);
+  r.topk_weights.resize_for_overwrite(n);
   if (n == 0) return;
   if (topk_weights.dtype == DType::fp32) {
     std::memcpy(r.topk_weights.data(), topk_weights.data, n * sizeof(float));
@@ -49,25 +51,28 @@ std::shared_ptr<internal::Routing> list_sends(std::shared_ptr<const core::Expert
   const auto topk = static_cast<size_t>(r.num_topk);
   // `last[rank]` is the token last listed for a rank: tokens come in order, so it tells whether this one is listed already.
   PerRank<int64_t> last, next;
-  r.send_begin.assign(ranks + 1, 0);
   const auto for_each_pair = [&](auto&& body) {
     last.assign(ranks, -1);
+    int64_t* const last_of = last.data();
+    const int32_t* expert = r.topk_idx.data();
+    const int* const owner = r.experts->owners().data();
     for (int64_t token = 0; token < num_tokens; ++token) {
-      for (size_t k = 0; k < topk; ++k) {
-        const int32_t e = r.topk_idx[static_cast<size_t>(token) * topk + k];
-        if (e < 0) continue;
-        const auto rank = static_cast<size_t>(r.experts->rank_of(e));
-        if (last[rank] == token) continue;
-        last[rank] = token;
+      for (size_t k = 0; k < topk; ++k, ++expert) {
+        if (*expert < 0) continue;
+        const auto rank = static_cast<size_t>(owner[*expert]);
+        if (last_of[rank] == token) continue;
+        last_of[rank] = token;
         body(rank, token);
       }
     }
   };
-  for_each_pair([&](size_t rank, int64_t) { ++r.send_begin[rank + 1]; });
-  for (size_t rank = 0; rank < ranks; ++rank) r.send_begin[rank + 1] += r.send_begin[rank];
-  r.send_tokens.resize(static_cast<size_t>(r.send_begin[ranks]));
-  next.append(r.send_begin.data(), ranks);
-  for_each_pair([&](size_t rank, int64_t token) { r.send_tokens[static_cast<size_t>(next[rank]++)] = static_cast<int32_t>(token); });
+  r.send_begin.assign(ranks + 1, 0);
+  int64_t* const begin = r.send_begin.data();
+  for_each_pair([begin](size_t rank, int64_t) { ++begin[rank + 1]; });
+  for (size_t rank = 0; rank < ranks; ++rank) begin[rank + 1] += begin[rank];
+  r.send_tokens.resize_for_overwrite(static_cast<size_t>(begin[ranks]));
+  next.append(begin, ranks);
+  for_each_pair([at = next.data(), tokens = r.send_tokens.data()](size_t rank, int64_t token) { tokens[at[rank]++] = static_cast<int32_t>(token); });
   return routing;
 }
 
