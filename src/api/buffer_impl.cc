@@ -153,7 +153,7 @@ std::shared_ptr<PendingImpl> BufferImpl::start(const Args& args, PendingImpl* pe
   const char* name = name_of(args);
   require_open(name);
   // With a single lane, a lane that is not there can stand for no other.
-  const bool is_there = api::lane_problem(context_->config, args.lane).empty();
+  const bool is_there = api::has_lane(context_->config, args.lane);
   Lane& lane = this->lane(is_there ? args.lane : 0);
   std::lock_guard lock(lane.mutex);
   context_->check_abort();

@@ -83,6 +83,8 @@ class CombineCall final : public Call {
   void merge_side(int64_t token, int rank, const float* side);
   void prefetch(const TokenTerms& terms) const;
   void add(const TokenTerms& terms) const;
+  void add_into(std::byte* out, const TokenTerms& terms) const;
+  int make_partials(const TokenTerms& terms, std::vector<RowRef>& rows) const;
 
   CombineArgs args_;
   std::shared_ptr<const internal::Routing> routing_;

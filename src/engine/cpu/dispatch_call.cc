@@ -163,11 +163,40 @@ void DispatchCall::finish() {
 
 namespace {
 
+constexpr size_t kFewTerms = 64;
+
+/// group_rows() for few terms: they are sorted, and the offsets filled from one expert that has any to the next.
+void group_few_rows(Routing& r, size_t num_terms) {
+  uint64_t terms[kFewTerms];  // expert, then row
+  size_t n = 0;
+  const int32_t* expert = r.recv_idx.data();
+  const int32_t* const end = expert + num_terms;
+  for (uint64_t row = 0; expert < end; ++row) {
+    for (int k = 0; k < r.num_topk; ++k, ++expert) {
+      if (*expert < 0) continue;
+      const uint64_t term = static_cast<uint64_t>(*expert) << 32 | row;
+      size_t at = n++;
+      for (; at > 0 && terms[at - 1] > term; --at) terms[at] = terms[at - 1];
+      terms[at] = term;
+    }
+  }
+  r.sorted_rows.resize_for_overwrite(n);
+  size_t next = 0;  // offsets up to here are known
+  for (size_t i = 0; i < n; ++i) {
+    const size_t e = terms[i] >> 32;
+    ++r.expert_counts[e];
+    r.sorted_rows[i] = static_cast<int32_t>(terms[i]);
+    for (; next <= e; ++next) r.expert_offsets[next] = static_cast<int64_t>(i);
+  }
+  std::fill(r.expert_offsets.begin() + next, r.expert_offsets.end(), static_cast<int64_t>(n));
+}
+
 /// Lists rank_major rows by local expert: counts, offsets, and the rows of the first `num_terms` entries of recv_idx.
 void group_rows(Routing& r, size_t local, size_t num_terms) {
-  const auto topk = static_cast<size_t>(r.num_topk);
   r.expert_counts.assign(local, 0);
   r.expert_offsets.resize_for_overwrite(local + 1);
+  if (num_terms <= kFewTerms) return group_few_rows(r, num_terms);
+  const auto topk = static_cast<size_t>(r.num_topk);
   const int32_t* const expert = r.recv_idx.data();
   int32_t* const counts = r.expert_counts.data();
   int64_t* const offsets = r.expert_offsets.data();
@@ -189,13 +218,7 @@ void group_rows(Routing& r, size_t local, size_t num_terms) {
       if (expert[i] >= 0) sorted[offsets[expert[i]]++] = static_cast<int32_t>(row);
     }
   }
-  if (num_terms >= local) {
-    for (size_t e = 0; e < local; ++e) offsets[e] -= counts[e];
-    return;
-  }
-  for (i = 0; i < num_terms; ++i) {
-    if (expert[i] >= 0) --offsets[expert[i]];
-  }
+  for (size_t e = 0; e < local; ++e) offsets[e] -= counts[e];
 }
 
 }  // namespace

@@ -62,7 +62,6 @@ class DispatchCall final : public Call {
   bool early(int peer) const;
   Path choose_path(int source, int destination, bool block_fits) const;
   int64_t block_rows(int rank) const;
-  bool block_fits(int rank) const;
   /// Of rows that this rank sends or receives. REQUIRES: planned.
   Path path_to(int destination) const { return path_to_[static_cast<size_t>(destination)]; }
   Path path_from(int source) const { return path_from_[static_cast<size_t>(source)]; }
@@ -93,8 +92,8 @@ class DispatchCall final : public Call {
   // dispatch_receive.cc
   void plan();
   void plan_experts();
-  void choose_paths();
-  void make_room();
+  void choose_paths(bool fits_here);
+  bool make_room();
   bool receive();
   bool receive_from(int source, int64_t available);
   void admit(int source, int64_t i, const int32_t* idx, const float* weights);

@@ -47,31 +47,32 @@ void DispatchCall::plan() {
     fresh_->num_rows = fresh_->num_recv();
     if (r.layout != Layout::rank_major) plan_experts();
   }
-  make_room();
+  const bool fits_here = make_room();
   large_ = std::max(r.send_begin.back(), r.num_recv()) * static_cast<int64_t>(format_.x_bytes) > kCacheBytes;
-  choose_paths();
+  choose_paths(fits_here);
   received_.assign(ranks, 0);
   rows_left_ = 0;
   for (int s = 0; s < context_->num_ranks; ++s) rows_left_ += path_from(s) == Path::direct ? admitted(s, me) : rows(s, me);
 }
 
 /// Which way rows of this rank leave and arrive, and where those go that are put in place.
-void DispatchCall::choose_paths() {
+void DispatchCall::choose_paths(bool fits_here) {
   const auto ranks = static_cast<size_t>(context_->num_ranks);
   const int me = context_->rank;
   path_to_.assign(ranks, Path::none);
   path_from_.assign(ranks, Path::none);
-  const bool fits_here = routing().layout == Layout::rank_major && block_fits(me);
+  const bool by_rank = routing().layout == Layout::rank_major;
   for (int peer = 0; peer < context_->num_ranks; ++peer) {
     const auto at = static_cast<size_t>(peer);
     path_from_[at] = choose_path(peer, me, fits_here);
     direct_sources_ += path_from_[at] == Path::direct;
     if (peer == me || my_rows_[at] == 0) continue;
-    path_to_[at] = choose_path(me, peer, block_fits(peer));
+    const int64_t offered = by_rank ? header(peer).offer_bytes : 0;
+    const BlockFormat block = offered ? format_.block(block_rows(peer), format_.idx_bytes > 0) : BlockFormat();
+    path_to_[at] = choose_path(me, peer, offered && block.num_bytes <= static_cast<size_t>(offered));
     if (path_to_[at] != Path::direct) continue;
     if (targets_.empty()) targets_.assign(ranks, Target());
     Target& target = targets_[at];
-    const BlockFormat block = format_.block(block_rows(peer), format_.idx_bytes > 0);
     const auto base = static_cast<size_t>(header(peer).offer_offset);
     target.x = base + block.x;
     target.scales = base + block.scales;
@@ -118,15 +119,20 @@ void DispatchCall::plan_experts() {
   held_ = r.layout == Layout::expert_major && r.capacity >= 0 && at > r.capacity;
 }
 
-/// Memory for the result: the offered block if all rows fit, the caller's, a lease, or memory of the allocator.
-void DispatchCall::make_room() {
+/// Memory for the result: the offered block if all rows fit, the caller's, a lease, or memory of the allocator. Whether it is
+/// the block that was offered to the peers.
+bool DispatchCall::make_room() {
   const Routing& r = routing();
   if (held_ && r.num_recv() > 0) {
     held_memory_ = std::make_shared<ResultMemory>(context_->shared_from_this(), static_cast<size_t>(r.num_recv()) * format_.record_bytes);
   }
   const int64_t n = r.layout == Layout::rank_major ? block_rows(context_->rank) : r.result_rows();
-  const bool offered = offer_ && block_fits(context_->rank);
-  block_ = format_.block(n, offered && format_.idx_bytes > 0);
+  bool offered = offer_ && r.layout == Layout::rank_major;
+  if (offered) {
+    block_ = format_.block(n, format_.idx_bytes > 0);
+    offered = block_.num_bytes <= offer_->lease().num_bytes;
+  }
+  if (!offered) block_ = format_.block(n, false);
   x_stride_ = static_cast<int64_t>(format_.x_stride);
   if (offered) {
     memory_ = std::move(offer_);
@@ -145,6 +151,7 @@ void DispatchCall::make_room() {
     x_stride_ = args_.out.strides[static_cast<size_t>(args_.out.ndim - 2)] * static_cast<int64_t>(size_of(args_.out.dtype));
     misfit_ = no_room(n);
   }
+  return offered;
 }
 
 bool DispatchCall::receive() {

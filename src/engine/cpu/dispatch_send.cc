@@ -83,11 +83,6 @@ bool DispatchCall::early(int peer) const {
 
 int64_t DispatchCall::block_rows(int rank) const { return routing().capacity >= 0 ? routing().capacity : total_[static_cast<size_t>(rank)]; }
 
-bool DispatchCall::block_fits(int rank) const {
-  if (routing().layout != Layout::rank_major || header(rank).offer_bytes == 0) return false;
-  return format_.block(block_rows(rank), format_.idx_bytes > 0).num_bytes <= static_cast<size_t>(header(rank).offer_bytes);
-}
-
 int64_t DispatchCall::admitted(int source, int destination) const {
   return admitted_[static_cast<size_t>(source) * static_cast<size_t>(context_->num_ranks) + static_cast<size_t>(destination)];
 }
