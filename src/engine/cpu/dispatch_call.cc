@@ -51,7 +51,10 @@ bool DispatchCall::progress() {
   if (!planned_ && all_headers_seen() && all_headers_sent()) {
     if (!counted_) {
       check_headers();
-      plan();
+      plan_sends();
+      // Where nobody may yet refuse its rows, ours leave first.
+      if (!some_verdict_owed()) send_direct();
+      plan_receives();
       counted_ = moved = true;
       if (mine_.owes_verdict) give_verdict(misfit_.empty());
     }
@@ -186,7 +189,9 @@ void group_few_rows(Routing& r, size_t num_terms) {
     const size_t e = terms[i] >> 32;
     ++r.expert_counts[e];
     r.sorted_rows[i] = static_cast<int32_t>(terms[i]);
-    for (; next <= e; ++next) r.expert_offsets[next] = static_cast<int64_t>(i);
+    if (next > e) continue;
+    std::fill(r.expert_offsets.begin() + next, r.expert_offsets.begin() + e + 1, static_cast<int64_t>(i));
+    next = e + 1;
   }
   std::fill(r.expert_offsets.begin() + next, r.expert_offsets.end(), static_cast<int64_t>(n));
 }

@@ -90,9 +90,9 @@ class DispatchCall final : public Call {
   const std::byte* quantised_row(int64_t token, const std::byte*& scales) const;
 
   // dispatch_receive.cc
-  void plan();
+  void plan_sends();
+  void plan_receives();
   void plan_experts();
-  void choose_paths(bool fits_here);
   bool make_room();
   bool receive();
   bool receive_from(int source, int64_t available);

@@ -16,56 +16,27 @@ namespace {
 constexpr int64_t kPrefetchBytes = 16 << 10;
 }  // namespace
 
-/// All headers are here and agree: who sends what to whom, what is admitted, where it goes.
-void DispatchCall::plan() {
+/// All headers are here and agree: who sends what to whom, what is admitted, and where the rows of this rank go.
+void DispatchCall::plan_sends() {
   const auto ranks = static_cast<size_t>(context_->num_ranks);
   const int me = context_->rank;
   const Routing& r = routing();
-  const bool limited = r.layout == Layout::rank_major && r.capacity >= 0;
-  admitted_.assign(ranks * ranks, 0);
-  total_.assign(ranks, 0);
+  const bool by_rank = r.layout == Layout::rank_major;
+  const bool limited = by_rank && r.capacity >= 0;
+  admitted_.resize_for_overwrite(ranks * ranks);
+  total_.resize_for_overwrite(ranks);
+  path_to_.assign(ranks, Path::none);
   for (int d = 0; d < context_->num_ranks; ++d) {
-    int64_t& total = total_[static_cast<size_t>(d)];
+    int64_t total = 0;
     for (int s = 0; s < context_->num_ranks; ++s) {
       const int64_t fits = limited ? std::clamp<int64_t>(r.capacity - total, 0, rows(s, d)) : rows(s, d);
       admitted_[static_cast<size_t>(s) * ranks + static_cast<size_t>(d)] = fits;
       total += fits;
     }
+    total_[static_cast<size_t>(d)] = total;
   }
-  if (fresh_) {
-    fresh_->sent.assign(ranks, 0);
-    fresh_->recv_begin.assign(ranks + 1, 0);
-    for (int s = 0; s < context_->num_ranks; ++s) {
-      const auto at = static_cast<size_t>(s);
-      fresh_->sent[at] = admitted(me, s);
-      fresh_->recv_begin[at + 1] = fresh_->recv_begin[at] + admitted(s, me);
-      if (limited) fresh_->num_dropped += rows(s, me) - admitted(s, me);
-    }
-    const auto n = static_cast<size_t>(fresh_->num_recv());
-    fresh_->recv_idx.assign(n * static_cast<size_t>(r.num_topk), -1);
-    if (r.has_weights) fresh_->recv_weights.assign(n * static_cast<size_t>(r.num_topk), 0.0f);
-    fresh_->num_rows = fresh_->num_recv();
-    if (r.layout != Layout::rank_major) plan_experts();
-  }
-  const bool fits_here = make_room();
-  large_ = std::max(r.send_begin.back(), r.num_recv()) * static_cast<int64_t>(format_.x_bytes) > kCacheBytes;
-  choose_paths(fits_here);
-  received_.assign(ranks, 0);
-  rows_left_ = 0;
-  for (int s = 0; s < context_->num_ranks; ++s) rows_left_ += path_from(s) == Path::direct ? admitted(s, me) : rows(s, me);
-}
-
-/// Which way rows of this rank leave and arrive, and where those go that are put in place.
-void DispatchCall::choose_paths(bool fits_here) {
-  const auto ranks = static_cast<size_t>(context_->num_ranks);
-  const int me = context_->rank;
-  path_to_.assign(ranks, Path::none);
-  path_from_.assign(ranks, Path::none);
-  const bool by_rank = routing().layout == Layout::rank_major;
   for (int peer = 0; peer < context_->num_ranks; ++peer) {
     const auto at = static_cast<size_t>(peer);
-    path_from_[at] = choose_path(peer, me, fits_here);
-    direct_sources_ += path_from_[at] == Path::direct;
     if (peer == me || my_rows_[at] == 0) continue;
     const int64_t offered = by_rank ? header(peer).offer_bytes : 0;
     const BlockFormat block = offered ? format_.block(block_rows(peer), format_.idx_bytes > 0) : BlockFormat();
@@ -82,6 +53,39 @@ void DispatchCall::choose_paths(bool fits_here) {
     target.block_rows = block_rows(peer);
     for (int s = 0; s < me; ++s) target.first_row += admitted(s, peer);
     direct_peers_.push_back(peer);
+  }
+  large_ = r.send_begin.back() * static_cast<int64_t>(format_.x_bytes) > kCacheBytes;
+}
+
+/// What arrives, and where it goes.
+void DispatchCall::plan_receives() {
+  const auto ranks = static_cast<size_t>(context_->num_ranks);
+  const int me = context_->rank;
+  const Routing& r = routing();
+  if (fresh_) {
+    fresh_->sent.resize_for_overwrite(ranks);
+    fresh_->recv_begin.assign(ranks + 1, 0);
+    for (int s = 0; s < context_->num_ranks; ++s) {
+      const auto at = static_cast<size_t>(s);
+      fresh_->sent[at] = admitted(me, s);
+      fresh_->recv_begin[at + 1] = fresh_->recv_begin[at] + admitted(s, me);
+      if (r.layout == Layout::rank_major) fresh_->num_dropped += rows(s, me) - admitted(s, me);
+    }
+    const auto n = static_cast<size_t>(fresh_->num_recv());
+    fresh_->recv_idx.assign(n * static_cast<size_t>(r.num_topk), -1);
+    if (r.has_weights) fresh_->recv_weights.assign(n * static_cast<size_t>(r.num_topk), 0.0f);
+    fresh_->num_rows = fresh_->num_recv();
+    if (r.layout != Layout::rank_major) plan_experts();
+  }
+  const bool fits_here = make_room();
+  large_ = std::max(r.send_begin.back(), r.num_recv()) * static_cast<int64_t>(format_.x_bytes) > kCacheBytes;
+  path_from_.resize_for_overwrite(ranks);
+  received_.assign(ranks, 0);
+  rows_left_ = 0;
+  for (int s = 0; s < context_->num_ranks; ++s) {
+    const Path path = path_from_[static_cast<size_t>(s)] = choose_path(s, me, fits_here);
+    direct_sources_ += path == Path::direct;
+    rows_left_ += path == Path::direct ? admitted(s, me) : rows(s, me);
   }
 }
 
