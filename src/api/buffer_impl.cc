@@ -128,6 +128,8 @@ void check_outstanding(const BufferConfig& config, const Lane& lane, const char*
                         " calls in flight, at most " + std::to_string(config.max_outstanding) + " (max_outstanding); wait for one first");
 }
 
+const DispatchArgs& lasting(const DispatchArgs& args, PendingImpl& pending) { return pending.dispatch_args.emplace(args); }
+const CombineArgs& lasting(const CombineArgs& args, PendingImpl& pending) { return pending.combine_args.emplace(args); }
 const char* name_of(const DispatchArgs&) { return "dispatch"; }
 const char* name_of(const CombineArgs&) { return "combine"; }
 
@@ -155,7 +157,7 @@ std::shared_ptr<PendingImpl> BufferImpl::start(const Args& args, PendingImpl* pe
   // With a single lane, a lane that is not there can stand for no other.
   const bool is_there = api::has_lane(context_->config, args.lane);
   Lane& lane = this->lane(is_there ? args.lane : 0);
-  std::lock_guard lock(lane.mutex);
+  std::unique_lock lock(lane.mutex);
   context_->check_abort();
   if (!is_there && lanes_.size() > 1) stop_for_lane(name, args.lane);
   if (device_) return start_on_device(args, lane.index(), pending);
@@ -164,12 +166,13 @@ std::shared_ptr<PendingImpl> BufferImpl::start(const Args& args, PendingImpl* pe
   try {
     check_outstanding(context_->config, lane, name);
     if (!pending) pending = (made = new_pending(lane.index())).get();
-    call = make_call(args, lane, *pending);
+    call = make_call(made ? lasting(args, *made) : args, lane, *pending);
   } catch (...) {
     refuse(args, lane);
   }
   lane.take_epoch();
   lane.drive(*call, Lane::Until::sent);
+  if (!made) pending->lock = std::move(lock);
   pending->waited = false;  // until here a call that fails leaves nothing to drop, and the lane is locked
   return made;
 }

@@ -2,6 +2,7 @@
 #pragma once
 #include <atomic>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <thread>
 #include <vector>
@@ -45,11 +46,12 @@ class PendingImpl {
   std::shared_ptr<engine::DispatchCall> dispatch;
   std::shared_ptr<engine::CombineCall> combine;
   std::unique_ptr<engine::DevicePending> device;
-  std::optional<DispatchArgs> dispatch_args;  ///< with `device`: of the call
+  std::optional<DispatchArgs> dispatch_args;  ///< of a call that outlives the caller's, and with `device`
   std::optional<CombineArgs> combine_args;
   std::shared_ptr<const Routing> routing;
   std::shared_ptr<Routing> fresh;  ///< the same, if this call makes it
-  bool waited = true;              ///< nobody has to wait for it: not issued yet, failed, or waited for
+  std::unique_lock<std::mutex> lock;  ///< of the lane, held from the issue to the end of a call that nothing comes between
+  bool waited = true;                 ///< nobody has to wait for it: not issued yet, failed, or waited for
   std::atomic<bool> stop{false};
   std::thread resident;  ///< receives meanwhile, if asked
 };

@@ -64,8 +64,8 @@ void set_rows(TensorView& view, const Routing& r, std::byte* data, DType dtype, 
 
 /// Drives a call to its end and takes what it brought.
 template <class AnyCall>
-auto outcome_of(engine::Lane& lane, AnyCall& call) {
-  std::lock_guard lock(lane.mutex);
+auto outcome_of(engine::Lane& lane, AnyCall& call, std::unique_lock<std::mutex> lock) {
+  if (!lock.owns_lock()) lock = std::unique_lock(lane.mutex);
   lane.drive(call, engine::Lane::Until::done);
   lane.remove(&call);
   return call.take();
@@ -76,7 +76,7 @@ auto outcome_of(engine::Lane& lane, AnyCall& call) {
 DispatchResult BufferImpl::finish_dispatch(PendingImpl& pending) {
   if (pending.device) return finish_dispatch_on_device(pending);
   engine::DispatchCall* const call = pending.dispatch.get();
-  engine::DispatchOutcome outcome = outcome_of(lane(pending.lane), *call);
+  engine::DispatchOutcome outcome = outcome_of(lane(pending.lane), *call, std::move(pending.lock));
   const DispatchArgs& args = call->args();
   const Routing& r = *outcome.routing;
   auto memory = std::make_shared<Memory>();
@@ -124,7 +124,7 @@ DispatchResult BufferImpl::finish_dispatch(PendingImpl& pending) {
 CombineResult BufferImpl::finish_combine(PendingImpl& pending) {
   if (pending.device) return finish_combine_on_device(pending);
   engine::CombineCall* const call = pending.combine.get();
-  engine::CombineOutcome outcome = outcome_of(lane(pending.lane), *call);
+  engine::CombineOutcome outcome = outcome_of(lane(pending.lane), *call, std::move(pending.lock));
   const CombineArgs& args = call->args();
   const Routing& r = call->routing();
   auto memory = std::make_shared<Memory>();

@@ -29,7 +29,7 @@ struct DispatchOutcome {
 
 class DispatchCall final : public Call {
  public:
-  /// REQUIRES: args were checked. `routing` holds the source side (new or of args.handle).
+  /// REQUIRES: args were checked, and outlive the call. `routing` holds the source side (new or of args.handle).
   /// Throws InvalidArgument if there is no room for a result whose size is known already.
   DispatchCall(const std::shared_ptr<Context>& context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts,
                const DispatchArgs& args, std::shared_ptr<internal::Routing> fresh_routing, std::shared_ptr<const internal::Routing> cached);
@@ -107,7 +107,7 @@ class DispatchCall final : public Call {
   void zero_padding() const;
   static void finish_routing(internal::Routing& r, int rank);
 
-  DispatchArgs args_;
+  const DispatchArgs& args_;
   RowFormat format_;
   std::shared_ptr<internal::Routing> fresh_;
   std::shared_ptr<const internal::Routing> cached_;
