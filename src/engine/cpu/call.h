@@ -10,7 +10,6 @@
 //   kVerdict   epoch << 32 | kFits or kMisfit, from a source whose header owes it: whether it can take its rows
 //   kStopped   epoch: the call has failed on all ranks alike, and the source puts nothing more for it
 #pragma once
-#include <algorithm>
 #include <cstdint>
 #include <exception>
 #include <memory>
@@ -89,10 +88,6 @@ class Call {
   /// Tells all ranks whether this one can take its rows. REQUIRES: its header owes a verdict.
   void give_verdict(bool fits);
   bool owes_verdict(int source) const { return header(source).owes_verdict && count_of(source, core::BufferLayout::kVerdict) == 0; }
-  /// Whether some header announces a verdict. REQUIRES: all_headers_seen().
-  bool some_verdict_owed() const {
-    return std::any_of(headers_.begin(), headers_.end(), [](const Header& h) { return h.owes_verdict != 0; });
-  }
   /// Whether all verdicts that headers owe are here. Throws InvalidArgument, on all ranks, if some rank cannot take its rows;
   /// `mine` says why this one cannot, or is empty. REQUIRES: all_headers_seen().
   bool check_verdicts(const std::string& mine);

@@ -52,8 +52,6 @@ bool DispatchCall::progress() {
     if (!counted_) {
       check_headers();
       plan_sends();
-      // Where nobody may yet refuse its rows, ours leave first.
-      if (!some_verdict_owed()) send_direct();
       plan_receives();
       counted_ = moved = true;
       if (mine_.owes_verdict) give_verdict(misfit_.empty());

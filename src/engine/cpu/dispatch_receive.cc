@@ -54,7 +54,6 @@ void DispatchCall::plan_sends() {
     for (int s = 0; s < me; ++s) target.first_row += admitted(s, peer);
     direct_peers_.push_back(peer);
   }
-  large_ = r.send_begin.back() * static_cast<int64_t>(format_.x_bytes) > kCacheBytes;
 }
 
 /// What arrives, and where it goes.

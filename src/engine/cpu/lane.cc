@@ -136,7 +136,7 @@ bool Lane::progress_siblings() {
 }
 
 void Lane::drive(Call& call, Until until) {
-  if (until == Until::done && call.done()) return;
+  if (until == Until::done && call.done() && !call.failure) return;
   transport::Window& window = *context_->window;
   transport::Idler idler(window, context_->transport->spin());
   std::optional<Patience> patience;  // made at the first look round: most waits end before it
