@@ -77,7 +77,8 @@ bool is_good_matrix(const TensorView& t) {
 
 /// A matrix of rows: two dimensions, last stride 1, data unless there are no rows, aligned to its elements, on the CPU.
 void check_matrix(const Name& what, const TensorView& t, int ndim = 2) {
-  if (ndim == 2 && is_good_matrix(t)) [[likely]] return;
+  if (ndim == 2 && is_good_matrix(t)) [[likely]]
+    return;
   if (!t.defined()) refuse(what + " is missing");
   if (t.ndim != ndim) refuse(what + " is " + t.to_string() + ", but must have " + str(ndim) + " dimensions");
   check_extents(what, t);

@@ -49,7 +49,7 @@ class PendingImpl {
   std::optional<DispatchArgs> dispatch_args;  ///< of a call that outlives the caller's, and with `device`
   std::optional<CombineArgs> combine_args;
   std::shared_ptr<const Routing> routing;
-  std::shared_ptr<Routing> fresh;  ///< the same, if this call makes it
+  std::shared_ptr<Routing> fresh;     ///< the same, if this call makes it
   std::unique_lock<std::mutex> lock;  ///< of the lane, held from the issue to the end of a call that nothing comes between
   bool waited = true;                 ///< nobody has to wait for it: not issued yet, failed, or waited for
   std::atomic<bool> stop{false};

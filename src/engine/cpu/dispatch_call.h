@@ -114,7 +114,7 @@ class DispatchCall final : public Call {
   bool low_latency_ = false;
   bool large_ = false;  ///< the rows of this call do not fit in a cache
 
-  struct Target {  ///< where direct rows of this rank go at a destination
+  struct Target {                                              ///< where direct rows of this rank go at a destination
     size_t x = 0, scales = 0, topk_idx = 0, topk_weights = 0;  ///< offsets of the arrays in the arena
     int64_t first_row = 0, admitted = 0;
     int64_t block_rows = 0;
