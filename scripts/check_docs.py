@@ -68,10 +68,11 @@ def check_paths(root, pages):
 
 
 def check_commands(root, pages):
-    commands = set(re.findall(r"^cmd_(\w+)\(\)", (root / "dev").read_text(), re.MULTILINE)) | {"help"}
+    dispatched = (root / "dev").read_text().rpartition("case $command in")[2].partition("esac")[0]
+    commands = {c.strip() for line in re.findall(r"^ +([a-z][^)]*)\)", dispatched, re.MULTILINE) for c in line.split("|")}
     presets = {p["name"] for p in json.loads((root / "CMakePresets.json").read_text())["buildPresets"]}
     for page in pages:
-        for command, argument in re.findall(r"\./dev (\w+)(?: ([a-z]\w*)\b)?", page.read_text()):
+        for command, argument in re.findall(r"\./dev ([\w-]+)(?: ([a-z]\w*)\b)?", page.read_text()):
             if command not in commands:
                 yield page, "./dev " + command + " is no command of dev"
             if command == "build" and argument and argument not in presets:
@@ -86,7 +87,9 @@ def check_flags(root, command):
     """A page with one command's table holds its defaults; other pages may speak of every command."""
     helps = {name: help_of(command, name) for name in ("launch", "bench", "demo", "selftest")}
     known = set(FLAG.findall("".join(helps.values()))) | set(FLAG.findall((root / "dev").read_text()))
-    known |= set(FLAG.findall((root / "bench/record.py").read_text())) | {"--version"}
+    for script in ("bench/record.py", "scripts/gpu.py"):
+        known |= set(FLAG.findall((root / script).read_text()))
+    known |= {"--version"}
     texts = {name: (root / "docs" / name).read_text() for name in COMMAND_PAGES}
     for name, text in texts.items():
         for flag in sorted(set(FLAG.findall(text)) - known):

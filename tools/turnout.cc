@@ -44,6 +44,10 @@ CLI::Option* seconds(CLI::App* c, const std::string& name, double& value, double
   });
 }
 
+void add_device(CLI::App* c, std::string& device) {
+  c->add_option("--device", device, "cpu; cuda (rank r on GPU r modulo their number), cuda:N")->capture_default_str();
+}
+
 constexpr const char* kRanksHelp = "Ranks, when not under a launcher";
 
 void add_bench(CLI::App& app, tools::BenchOptions& o) {
@@ -66,6 +70,9 @@ void add_bench(CLI::App& app, tools::BenchOptions& o) {
   c->add_option("--wire", o.wire, "payload, fp32, fp8, rows")->capture_default_str();
   c->add_option("--routing", o.routing, "uniform, zipf:S, one-expert, text:FILE, FILE.npy")->capture_default_str();
   whole(c, "--seed", o.seed, 0, INT64_MAX, "Of the routing and the rows")->capture_default_str();
+  add_device(c, o.device);
+  c->add_option("--launch", o.launch, "eager; graph: calls on a GPU are captured and replayed")->capture_default_str();
+  whole(c, "--num-sms", o.num_sms, 1, 1024, "Multiprocessors that a call on a GPU takes; default: as many as it gains from");
   o.num_threads = tools::default_num_threads();
   whole(c, "--num-threads", o.num_threads, 1, 256, "Threads that move rows, per rank")->capture_default_str();
   CLI::Option* iterations = whole(c, "--iters", o.iterations, 1, 1'000'000, "Timed calls of each operation");
@@ -82,6 +89,7 @@ void add_demo(CLI::App& app, tools::DemoOptions& o) {
   c->add_option("--wire", o.wire, "rows (compared bit for bit), payload, fp32, fp8 (compared within a tolerance)")->capture_default_str();
   c->add_option("--dtype", o.dtype, "bf16, fp32")->capture_default_str();
   c->add_option("--mode", o.mode, "auto, throughput, low_latency")->capture_default_str();
+  add_device(c, o.device);
   c->add_flag("--corrupt", o.corrupt, "Flip one bit of a row on its way: the comparison must fail");
 }
 
@@ -90,6 +98,7 @@ void add_selftest(CLI::App& app, tools::SelftestOptions& o) {
   whole(c, "-n,--ranks", o.ranks, 1, tools::kMostRanks, kRanksHelp)->capture_default_str();
   c->add_option("--placement", o.placement, "processes or threads")->capture_default_str();
   c->add_option("--transport", o.transport, "auto, shm, inproc")->capture_default_str();
+  add_device(c, o.device);
   c->add_option("--json", o.json, "Write the report here (- is standard output)");
   c->add_flag("-v,--verbose", o.verbose, "Name every case");
 }

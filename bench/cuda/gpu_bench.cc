@@ -2,6 +2,7 @@
 // and the limit of the link measured in the same run.
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <functional>
@@ -39,19 +40,22 @@ Stat slower(Communicator& comm, const std::vector<float>& mine) {
   return {tools::quantile(worst, 0.5), tools::quantile(worst, 0.99)};
 }
 
-/// Times of `call(i)`, event to event.
-std::vector<float> time_calls(Communicator& comm, cudaStream_t stream, int warm, int calls, const std::function<void(int)>& call) {
+/// Times of `call(i)`, event to event. `host_us`: time of the host per call, its two events included.
+std::vector<float> time_calls(Communicator& comm, cudaStream_t stream, int warm, int calls, const std::function<void(int)>& call,
+                              double* host_us = nullptr) {
   std::vector<cudaEvent_t> events(static_cast<size_t>(2 * calls));
   for (cudaEvent_t& e : events) cuda_ok(cudaEventCreate(&e), "cudaEventCreate");
   comm.barrier();
   for (int i = 0; i < warm; ++i) call(i);
   cuda_ok(cudaStreamSynchronize(stream), "warm-up");
   comm.barrier();
+  const auto begin = std::chrono::steady_clock::now();
   for (int i = 0; i < calls; ++i) {
     cuda_ok(cudaEventRecord(events[static_cast<size_t>(2 * i)], stream), "cudaEventRecord");
     call(i);
     cuda_ok(cudaEventRecord(events[static_cast<size_t>(2 * i + 1)], stream), "cudaEventRecord");
   }
+  if (host_us) *host_us = std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - begin).count() / calls;
   cuda_ok(cudaStreamSynchronize(stream), "timed calls");
   std::vector<float> us;
   for (int i = 0; i < calls; ++i) {
@@ -151,7 +155,7 @@ class Runner {
     config.max_tokens_per_rank = shape.tokens;
     config.max_topk = shape.topk;
     config.max_side_bytes = static_cast<size_t>((shape.hidden + 127) / 128 * 4);
-    config.receive_bytes = size_t{3} << 30;
+    config.receive_bytes = shape.tokens <= 512 ? size_t{512} << 20 : size_t{3} << 30;
     config.device = device_;
     config.timeouts.timeout = config.timeouts.busy_timeout = std::chrono::seconds(20);
     Buffer buffer(comm_, config);
@@ -162,11 +166,14 @@ class Runner {
     if (options_.check) problem = check_dispatch(p, rank_, first, stream_);
     tools::ReportCase c = describe(p);
     std::vector<float> us;
+    double host_us = 0;
+    const auto measure = [&](const std::function<void(int)>& call) {
+      us = shape.graph_calls ? time_graph(comm_, stream_, shape.graph_calls, 40, call)
+                             : time_calls(comm_, stream_, options_.warm, options_.calls, call, &host_us);
+    };
     if (!shape.combine) {
       first.release();
-      const auto call = [&](int i) { buffer.dispatch(sets[static_cast<size_t>(i % kSets)]); };
-      us = shape.graph_calls ? time_graph(comm_, stream_, shape.graph_calls, 40, call)
-                             : time_calls(comm_, stream_, options_.warm, options_.calls, call);
+      measure([&](int i) { buffer.dispatch(sets[static_cast<size_t>(i % kSets)]); });
     } else {
       const int64_t rows = shape.layout == Layout::expert_slab ? first.x.shape[0] * first.x.shape[1] : first.x.shape[0];
       std::vector<DeviceArray> y;
@@ -184,9 +191,17 @@ class Runner {
       }
       const CombineResult sum = buffer.combine(backs[0]);
       if (options_.check && problem.empty()) problem = check_combine(p, rank_, sum, stream_);
-      const auto call = [&](int i) { buffer.combine(backs[static_cast<size_t>(i % kSets)]); };
-      us = shape.graph_calls ? time_graph(comm_, stream_, shape.graph_calls, 40, call)
-                             : time_calls(comm_, stream_, options_.warm, options_.calls, call);
+      measure([&](int i) {
+        const auto set = static_cast<size_t>(i % kSets);
+        if (!shape.both) {
+          buffer.combine(backs[set]);
+          return;
+        }
+        const DispatchResult there = buffer.dispatch(sets[set]);
+        CombineArgs back = backs[set];
+        back.handle = &there.handle;
+        buffer.combine(back);
+      });
       cuda_ok(cudaStreamSynchronize(stream_), "combine");
     }
     buffer.synchronize();
@@ -197,7 +212,7 @@ class Runner {
     c.verified = all_good(problem);
     keep_.clear();
     if (rank_ == 0) {
-      std::printf("%-52s p50 %8.1f us  p99 %8.1f us  %s%s\n", shape.name.c_str(), stat.p50, stat.p99,
+      std::printf("%-52s p50 %8.1f us  p99 %8.1f us  host %6.1f us  %s%s\n", shape.name.c_str(), stat.p50, stat.p99, host_us,
                   c.limit_us ? ("x limit " + std::to_string(stat.p50 / *c.limit_us)).substr(0, 12).c_str() : "", c.verified ? "" : "  WRONG");
       std::fflush(stdout);
     }
@@ -247,7 +262,7 @@ class Runner {
   tools::ReportCase describe(const Problem& p) const {
     const Shape& s = p.shape;
     tools::ReportCase c;
-    c.op = s.combine ? "combine" : "dispatch";
+    c.op = s.both ? "both" : s.combine ? "combine" : "dispatch";
     c.mode = name(s.mode);
     c.layout = name(s.layout);
     const bool fp8 = !s.combine && (s.fp8_rows || s.quantize != Quantize::none);
@@ -271,7 +286,7 @@ class Runner {
     const int64_t row = fp8 ? s.hidden + (s.hidden + 127) / 128 * 4 : s.hidden * 2;
     c.remote_bytes = t.remote_rows * row;
     c.total_bytes = (t.remote_rows + t.local_rows) * row;
-    if (link_ > 0 && !one_gpu_) {
+    if (link_ > 0 && !one_gpu_ && !s.both) {
       c.limit_us = static_cast<double>(t.most_remote_to_one * row) / (link_ * 1e3);
       c.limit_kind = "copy engine, both ways at once, for the bytes of the rank that sends most";
     }
@@ -342,7 +357,7 @@ std::vector<Shape> shapes() {
   back.num_sms = 0;
   back.layout = Layout::expert_major;
   add(back, "combine bf16 expert_major 4096");
-  for (int64_t tokens : {1, 8, 32, 128, 256, 512}) {
+  for (int64_t tokens : {1, 8, 16, 32, 64, 128, 256, 512}) {
     Shape small;
     small.tokens = tokens;
     small.mode = Mode::low_latency;
@@ -353,10 +368,14 @@ std::vector<Shape> shapes() {
     home.combine = true;
     home.quantize = Quantize::none;
     add(home, "low_latency combine bf16 slab " + std::to_string(tokens));
+    Shape both = small;
+    both.combine = both.both = true;
+    add(both, "low_latency both, bf16 -> fp8 slab, bf16 " + std::to_string(tokens));
     if (tokens != 128) continue;
-    small.graph_calls = home.graph_calls = 20;
+    small.graph_calls = home.graph_calls = both.graph_calls = 20;
     add(small, "low_latency dispatch bf16 -> fp8 slab 128, graph");
     add(home, "low_latency combine bf16 slab 128, graph");
+    add(both, "low_latency both 128, graph");
   }
   for (int64_t tokens : {1024, 2048, 8192}) {
     Shape s;

@@ -22,6 +22,7 @@ struct Shape {
   Quantize quantize = Quantize::none;
   int alignment = 128;
   bool combine = false;
+  bool both = false;  ///< a dispatch and the combine of what it brought, as one call
   int num_sms = 0;
   ResultKind result = ResultKind::automatic;
   int graph_calls = 0;  ///< calls in one captured graph; 0: eager

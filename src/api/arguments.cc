@@ -151,9 +151,15 @@ inline void check_device(const BufferConfig& config, const Name& what, const Ten
   if (t.defined() && !(t.device == config.device)) refuse_device(config, what, t);
 }
 
-void check_lane(const Name& call, const BufferConfig& config, int lane, OnFailure on_failure) {
-  if (!has_lane(config, lane)) refuse(call + ": " + lane_problem(config, lane));
-  if (on_failure == OnFailure::mask) refuse(call + ": on_failure=mask is not in this version; use raise");
+template <class Args>
+void check_common(const Name& call, const BufferConfig& config, const Args& args) {
+  if (!has_lane(config, args.lane)) refuse(call + ": " + lane_problem(config, args.lane));
+  if (args.on_failure == OnFailure::mask) refuse(call + ": on_failure=mask is not in this version; use raise");
+  // How many a GPU has its engine knows.
+  if (args.num_sms < 0) refuse(call + ": num_sms is " + str(args.num_sms) + ", but must be 0 or more");
+  if (args.stream.native && config.device.kind == DeviceKind::cpu) {
+    refuse(call + ": a stream is given, but this Buffer is on the CPU, where calls are in program order: leave it null");
+  }
 }
 
 /// A view of memory that a result gave back is no argument.
@@ -205,7 +211,7 @@ size_t row_bytes(const BufferConfig& config) { return static_cast<size_t>(config
 
 void check_dispatch(const engine::Context& context, const DispatchArgs& args) {
   const BufferConfig& config = context.config;
-  check_lane("dispatch", config, args.lane, args.on_failure);
+  check_common("dispatch", config, args);
   check_device(config, "dispatch: x", args.x);
   check_device(config, "dispatch: topk_idx", args.topk_idx);
   check_device(config, "dispatch: topk_weights", args.topk_weights);
@@ -261,7 +267,7 @@ void check_dispatch(const engine::Context& context, const DispatchArgs& args) {
 
 void check_combine(const engine::Context& context, const CombineArgs& args) {
   const BufferConfig& config = context.config;
-  check_lane("combine", config, args.lane, args.on_failure);
+  check_common("combine", config, args);
   check_device(config, "combine: y", args.y);
   check_device(config, "combine: weights", args.weights);
   check_device(config, "combine: side", args.side);

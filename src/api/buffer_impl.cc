@@ -50,6 +50,9 @@ BufferImpl::BufferImpl(std::shared_ptr<CommunicatorImpl> communicator, const Buf
   }
   if (config.touch_pages) std::memset(window->local() + layout.receive, 0, layout.receive_bytes);
   context_ = std::make_shared<engine::Context>(communicator_->transport, std::move(window), layout, communicator_->topology, config, allocator);
+  if (device_) {
+    device_->watch([c = context_](int peer) { return c->has_closed(peer); }, [c = context_] { c->check_abort(); });
+  }
   for (int lane = 0; lane < config.num_lanes; ++lane) lanes_.push_back(std::make_unique<Lane>(context_, lane));
   std::vector<Lane*> siblings;
   for (auto& lane : lanes_) siblings.push_back(lane.get());
@@ -285,8 +288,8 @@ void BufferImpl::recover() {
     }
     lanes_[l]->restart(latest);
   }
-  if (device_) device_->recover();
   context_->forget_abort();
+  if (device_) device_->recover();
   communicator_->bootstrap->barrier("recovered");
 }
 

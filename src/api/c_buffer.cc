@@ -74,6 +74,7 @@ BufferConfig to_config(const turnout_buffer_config* given) {
   config.timeouts.busy_timeout = or_default(c.busy_timeout_ms, defaults.busy_timeout);
   config.timeouts.report_every = or_default(c.report_every_ms, defaults.report_every);
   config.touch_pages = c.touch_pages != 0;
+  config.device = {to_enum(c.device_kind, DeviceKind::cuda, "config.device_kind"), c.device_index};
   return config;
 }
 
@@ -98,6 +99,8 @@ DispatchArgs to_args(const turnout_dispatch_args& c) {
   args.receive = to_enum(c.receive, Receive::resident, "dispatch: receive");
   args.on_failure = to_enum(c.on_failure, OnFailure::mask, "dispatch: on_failure");
   args.lane = c.lane;
+  args.num_sms = c.num_sms;
+  args.stream = {c.stream};
   return args;
 }
 
@@ -113,6 +116,8 @@ CombineArgs to_args(const turnout_combine_args& c) {
   args.mode = to_enum(c.mode, Mode::low_latency, "combine: mode");
   args.on_failure = to_enum(c.on_failure, OnFailure::mask, "combine: on_failure");
   args.lane = c.lane;
+  args.num_sms = c.num_sms;
+  args.stream = {c.stream};
   return args;
 }
 
@@ -334,6 +339,12 @@ turnout_status turnout_buffer_synchronize(turnout_buffer* buffer) {
 }
 turnout_status turnout_buffer_recover(turnout_buffer* buffer) {
   return guarded([&] { require(buffer, "buffer").buffer.recover(); });
+}
+turnout_status turnout_buffer_suspend(turnout_buffer* buffer) {
+  return guarded([&] { require(buffer, "buffer").buffer.suspend(); });
+}
+turnout_status turnout_buffer_resume(turnout_buffer* buffer) {
+  return guarded([&] { require(buffer, "buffer").buffer.resume(); });
 }
 turnout_status turnout_buffer_close(turnout_buffer* buffer) {
   return guarded([&] { require(buffer, "buffer").buffer.close(); });

@@ -48,6 +48,12 @@ void BufferConfig::validate(int num_ranks) const {
   require(receive_bytes <= kMostBytes, "receive_bytes", receive_bytes, "at most 2^46");
   require(staging_bytes <= kMostBytes, "staging_bytes", staging_bytes, "at most 2^46");
   require(num_threads >= 1 && num_threads <= 256, "num_threads", num_threads, "1 to 256");
+  require(device.kind == DeviceKind::cpu || device.kind == DeviceKind::cuda, "device.kind", static_cast<int>(device.kind), "cpu (0) or cuda (1)");
+  if (device.kind == DeviceKind::cpu) require(device.index == 0, "device.index", device.index, "0, since the device is the CPU");
+  else require(device.index >= 0, "device.index", device.index, "0 or more, the number of a GPU of this process");
+  if (device.kind == DeviceKind::cuda) {
+    require(num_ranks <= engine::cuda::kMaxRanks, "num_ranks", num_ranks, "at most " + std::to_string(engine::cuda::kMaxRanks) + " on GPUs");
+  }
   require_time("timeouts.timeout (ms)", timeouts.timeout);
   require_time("timeouts.busy_timeout (ms)", timeouts.busy_timeout);
   require_time("timeouts.report_every (ms)", timeouts.report_every);

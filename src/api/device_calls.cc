@@ -39,6 +39,10 @@ std::shared_ptr<Routing> shape_of(const DispatchArgs& args, uint64_t buffer, int
   return r;
 }
 
+void check_alive(const engine::DeviceEngine& device, std::string_view what, const TensorView& t) {
+  if (t.defined() && t.data && device.is_released(t.data)) throw InvalidArgument(std::string(what) + " is a view of a result that was released");
+}
+
 /// The arrays of a result with a row per token or per (token, expert).
 struct Rows {
   Layout layout;
@@ -87,9 +91,17 @@ std::shared_ptr<PendingImpl> BufferImpl::issue(const Args& args, int lane, Pendi
                             " multiprocessors; give 1 to " + std::to_string(device_->num_sms()) + ", or 0 for the default");
     }
     issue_call(*pending);
-  } catch (const InvalidArgument&) {
+  } catch (const PeerTimeout&) {
+    throw;  // all ranks know, or will
+  } catch (const PeerFailed&) {
+    throw;
+  } catch (...) {
     const std::exception_ptr why = std::current_exception();
-    device_->refuse(api::facts_of(*context_, args), lane, args.stream);
+    try {
+      device_->refuse(api::facts_of(*context_, args), lane, args.stream);
+    } catch (const TransportError&) {
+      // The GPU itself has failed: it tells nobody any more.
+    }
     std::rethrow_exception(why);
   }
   pending->waited = false;
@@ -100,6 +112,9 @@ std::shared_ptr<PendingImpl> BufferImpl::start_on_device(const DispatchArgs& arg
   const bool receive_now = pending != nullptr;
   return issue(args, lane, pending, [&](PendingImpl& call) {
     api::check_dispatch(*context_, args);
+    check_alive(*device_, "dispatch: x", args.x);
+    for (size_t s = 0; s < args.side.size(); ++s) check_alive(*device_, "dispatch: side[" + std::to_string(s) + "]", args.side[s]);
+    check_alive(*device_, "dispatch: out", args.out);
     std::shared_ptr<const engine::DeviceRouting> cached;
     if (args.handle) {
       call.routing = args.handle->routing();
@@ -123,7 +138,8 @@ std::shared_ptr<PendingImpl> BufferImpl::start_on_device(const CombineArgs& args
   const bool receive_now = pending != nullptr;
   return issue(args, lane, pending, [&](PendingImpl& call) {
     api::check_combine(*context_, args);
-    if (args.y.num_elements() > 0 && device_->is_released(args.y.data)) throw InvalidArgument("combine: y is a view of a result that was released");
+    if (args.y.num_elements() > 0) check_alive(*device_, "combine: y", args.y);
+    check_alive(*device_, "combine: out", args.out);
     call.routing = args.handle->routing();
     call.combine_args = args;
     call.device = device_->combine(args, api::facts_of(*context_, args), facts_of(*call.routing), call.routing->device, receive_now);

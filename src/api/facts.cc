@@ -1,5 +1,6 @@
 // The fingerprint of a call: what all ranks must have said alike.
 #include "api/arguments.h"
+#include "engine/cuda/sizes.h"
 
 namespace turnout::api {
 
@@ -7,7 +8,11 @@ namespace {
 
 constexpr int64_t kLibrary = 0 * 1'000'000 + 1 * 1'000 + 0;
 
-Mode resolve(const BufferConfig& config, Mode mode) {
+Mode resolve(const engine::Context& context, Mode mode) {
+  const BufferConfig& config = context.config;
+  if (mode == Mode::automatic && config.device.kind == DeviceKind::cuda) {
+    return engine::cuda::prefers_low_latency(config, context.num_ranks) ? Mode::low_latency : Mode::throughput;
+  }
   // Calls of up to a megabyte are bound by latency: their rows fit in the staging rings of their peers.
   constexpr size_t kLatencyBound = size_t{1} << 20;
   if (mode != Mode::automatic) return mode;
@@ -21,7 +26,7 @@ engine::CallFacts facts_of(const engine::Context& context, const DispatchArgs& a
   const internal::Routing* r = args.handle && *args.handle ? args.handle->routing().get() : nullptr;
   f.library = kLibrary;
   f.kind = static_cast<int64_t>(engine::CallKind::dispatch);
-  f.mode = static_cast<int64_t>(resolve(context.config, args.mode));
+  f.mode = static_cast<int64_t>(resolve(context, args.mode));
   f.layout = static_cast<int64_t>(r ? r->layout : args.layout);
   f.dtype = static_cast<int64_t>(args.x.dtype);
   f.hidden = args.x.shape[1];
@@ -48,7 +53,7 @@ engine::CallFacts facts_of(const engine::Context& context, const CombineArgs& ar
   const internal::Routing* r = args.handle && *args.handle ? args.handle->routing().get() : nullptr;
   f.library = kLibrary;
   f.kind = static_cast<int64_t>(engine::CallKind::combine);
-  f.mode = static_cast<int64_t>(resolve(context.config, args.mode));
+  f.mode = static_cast<int64_t>(resolve(context, args.mode));
   f.layout = r ? static_cast<int64_t>(r->layout) : 0;
   f.dtype = static_cast<int64_t>(args.y.dtype);
   f.hidden = args.y.ndim > 0 && args.y.ndim <= 3 ? args.y.shape[static_cast<size_t>(args.y.ndim - 1)] : 0;

@@ -1,6 +1,7 @@
 // What the public classes see of an engine on a device: calls in, addresses out. No type of the device's toolkit appears here.
 #pragma once
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -87,6 +88,9 @@ class DeviceEngine {
   virtual void recover() = 0;
   /// Makes waits of this rank end: a peer is gone, or another rank gave up.
   virtual void stop_waiting() = 0;
+  /// What the host sees of its peers, asked now and then: a rank that has closed its Buffer, and (by throwing) that it is aborted. Waits of
+  /// this rank end then.
+  virtual void watch(std::function<bool(int)> has_closed, std::function<void()> host_check) = 0;
   virtual const uint64_t* status_word() const = 0;
   virtual size_t num_bytes() const = 0;
   virtual int num_outstanding(int lane) const = 0;

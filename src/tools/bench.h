@@ -22,6 +22,8 @@ struct BenchOptions {
   std::optional<int64_t> capacity;  ///< with size capacity: rows per rank, or per expert for a slab; none: what this routing needs
   std::string routing = "uniform";
   uint64_t seed = 1;
+  std::string device = "cpu", launch = "eager";
+  int num_sms = 0;  ///< of calls on a GPU; 0: the library chooses
   int num_threads = 1;
   int iterations = 0;  ///< 0: as many as fit into `seconds`
   double seconds = 1.5;

@@ -11,7 +11,9 @@
 #include "core/routing.h"
 #include "tools/bench.h"
 #include "tools/environment.h"
+#include "tools/gpus.h"
 #include "tools/moe_layer.h"
+#include "tools/place.h"
 #include "tools/routing_source.h"
 #include "tools/self_launch.h"
 #include "turnout/buffer.h"
@@ -69,7 +71,9 @@ class Demo {
           if (options.dtype == "fp32") shape.dtype = DType::fp32;
           return shape;
         }()),
-        experts_(core::ExpertMap::split(layer_.shape().num_experts, communicator.num_ranks())) {
+        experts_(core::ExpertMap::split(layer_.shape().num_experts, communicator.num_ranks())),
+        place_(open_place(device_of(device_from(options.device), communicator))),
+        gpus_(gather_gpus(communicator, place_->device())) {
     const std::vector<std::string> all = words_of(read_text(text_to_read(options.text)));
     const auto ranks = static_cast<size_t>(communicator.num_ranks()), me = static_cast<size_t>(communicator.rank());
     total_words_ = all.size();
@@ -95,6 +99,8 @@ class Demo {
     std::printf("%d ranks (%.*s), %d experts, top-%d, hidden %ld, %s, wire %s\n", communicator_.num_ranks(),
                 static_cast<int>(communicator_.transport().size()), communicator_.transport().data(), s.num_experts, s.topk,
                 static_cast<long>(s.hidden), options_.dtype.c_str(), options_.wire.c_str());
+    if (gpus_.words.empty()) return;
+    std::printf("Dispatch and combine run on %s; the experts compute on the CPU, on rows copied from there and back\n", gpus_.summary().c_str());
   }
 
   BufferConfig config() const {
@@ -108,7 +114,15 @@ class Demo {
     c.receive_bytes =
         2 * total_words_ * size(layer_.shape().topk) * (layer_.row_bytes() + 128) / static_cast<size_t>(communicator_.num_ranks()) + (1 << 20);
     c.touch_pages = true;
+    c.device = place_->device();
+    if (place_->gpu()) c.receive_bytes += gpu_bytes();
     return c;
+  }
+
+  /// What calls on a GPU take beside results: rows before they are laid out, and partial sums in which every expert's row may cross.
+  size_t gpu_bytes() const {
+    const size_t topk = size(layer_.shape().topk), row = layer_.row_bytes() + 256;
+    return 2 * total_words_ * topk * row + most_words_ * topk * topk * 2 * row;
   }
 
   /// The layer over all ranks; what a user of the library writes.
@@ -120,55 +134,66 @@ class Demo {
 
     Buffer buffer(communicator_, config());
     DispatchArgs send;
-    send.x = TensorView::dense(x.data(), s.dtype, {tokens, s.hidden});
-    send.topk_idx = TensorView::dense(idx_.data(), DType::i32, {tokens, s.topk});
-    send.topk_weights = TensorView::dense(weights_.data(), DType::fp32, {tokens, s.topk});
+    send.x = place_->put(TensorView::dense(x.data(), s.dtype, {tokens, s.hidden}));
+    send.topk_idx = place_->put(TensorView::dense(idx_.data(), DType::i32, {tokens, s.topk}));
+    send.topk_weights = place_->put(TensorView::dense(weights_.data(), DType::fp32, {tokens, s.topk}));
     send.layout = Layout::expert_major;
     send.mode = mode_from(options_.mode);
+    send.stream = place_->stream();
     buffer.dispatch(send);  // once before it is timed: pages and connections are warm
+    place_->finish();
     communicator_.barrier();
     const auto t0 = Clock::now();
     DispatchResult received = buffer.dispatch(send);
+    place_->finish();
     const auto t1 = Clock::now();
-    if (options_.corrupt) flip_a_bit(received);
-
-    const auto owned = experts_.experts_of(communicator_.rank());
-    const int64_t rows = received.num_rows.as<int64_t>()[0];
-    std::vector<std::byte> y(size(rows) * layer_.row_bytes());
-    const auto* offsets = received.expert_offsets.as<int64_t>();
-    load_.assign(owned.size(), 0);
-    for (size_t e = 0; e < owned.size(); ++e) {
-      load_[e] = received.expert_counts.as<int32_t>()[e];
-      for (int64_t row = offsets[e]; row < offsets[e] + load_[e]; ++row) {
-        layer_.apply_expert(owned[e], received.x.row(row), y.data() + size(row) * layer_.row_bytes());
-      }
-    }
+    buffer.check();
+    const std::vector<std::byte> y = apply_experts(received);
     const auto t2 = Clock::now();
     communicator_.barrier();
 
     CombineArgs back;
-    back.y = TensorView::dense(y.data(), s.dtype, {rows, s.hidden});
+    back.y = place_->put(TensorView::dense(y.data(), s.dtype, {static_cast<int64_t>(y.size() / layer_.row_bytes()), s.hidden}));
     back.handle = &received.handle;
     back.apply = CombineWeights::source;
     back.wire = wire_;
     back.mode = send.mode;
+    back.stream = place_->stream();
     const auto t3 = Clock::now();
     const CombineResult combined = buffer.combine(back);
+    place_->finish();
     const auto t4 = Clock::now();
+    buffer.check();
+    const TensorView sums = place_->get(combined.x);
     result_.resize(x.size());
-    for (int64_t t = 0; t < tokens; ++t) std::memcpy(result_.data() + size(t) * layer_.row_bytes(), combined.x.row(t), layer_.row_bytes());
+    for (int64_t t = 0; t < tokens; ++t) std::memcpy(result_.data() + size(t) * layer_.row_bytes(), sums.row(t), layer_.row_bytes());
     const auto us = [](auto d) { return std::chrono::duration<double, std::micro>(d).count(); };
     story_.dispatch_us = us(t1 - t0), story_.experts_us = us(t2 - t1), story_.combine_us = us(t4 - t3);
   }
 
+  /// Expert output, a row for each that was received.
+  std::vector<std::byte> apply_experts(const DispatchResult& received) {
+    const int64_t rows = place_->get(received.num_rows).as<int64_t>()[0];
+    const TensorView x = place_->get(received.x), offsets = place_->get(received.expert_offsets), counts = place_->get(received.expert_counts);
+    if (options_.corrupt) flip_a_bit(x, rows);
+    const auto owned = experts_.experts_of(communicator_.rank());
+    std::vector<std::byte> y(size(rows) * layer_.row_bytes());
+    load_.assign(owned.size(), 0);
+    for (size_t e = 0; e < owned.size(); ++e) {
+      load_[e] = counts.as<int32_t>()[e];
+      const int64_t first = offsets.as<int64_t>()[e];
+      for (int64_t row = first; row < first + load_[e]; ++row) layer_.apply_expert(owned[e], x.row(row), y.data() + size(row) * layer_.row_bytes());
+    }
+    return y;
+  }
+
   /// As if a link had flipped it: the lowest exponent bit of the first element of the first row, on the last rank that has rows.
-  void flip_a_bit(DispatchResult& received) {
-    const int64_t rows = received.num_rows.as<int64_t>()[0];
+  void flip_a_bit(const TensorView& x, int64_t rows) {
     const auto counts = gather(communicator_, rows);
     int victim = communicator_.num_ranks() - 1;
     while (victim > 0 && counts[size(victim)] == 0) --victim;
     if (communicator_.rank() != victim || rows == 0) return;
-    std::byte* row = received.x.row(0);
+    std::byte* row = x.row(0);
     if (layer_.shape().dtype == DType::bf16) row[0] ^= std::byte{0x80};
     else row[2] ^= std::byte{0x80};
     if (wire_ != Wire::rows) row[layer_.shape().dtype == DType::bf16 ? 1 : 3] ^= std::byte{0x40};  // a tolerance must be exceeded too
@@ -289,6 +314,8 @@ class Demo {
   Wire wire_;
   MoeLayer layer_;
   core::ExpertMap experts_;
+  std::unique_ptr<Place> place_;
+  Gpus gpus_;
   std::vector<std::string> words_;
   size_t total_words_ = 0, most_words_ = 0;
   std::vector<int32_t> idx_;
@@ -305,6 +332,7 @@ int run_demo(const DemoOptions& options) {
   mode_from(options.mode);
   if (options.dtype != "bf16" && options.dtype != "fp32") throw InvalidArgument("--dtype " + options.dtype + " is unknown: use bf16 or fp32");
   if (words_of(read_text(text_to_read(options.text))).empty()) throw InvalidArgument("--text " + options.text + " holds no words");
+  check_device(options.device);
   return run_ranks(options.ranks, placement_from(options.placement), options.arguments,
                    [&](Communicator& communicator) { return Demo(communicator, options).run(); });
 }

@@ -12,6 +12,7 @@ struct DemoOptions {
   std::string wire = "rows";   ///< rows: compared bit for bit; others within a tolerance
   std::string dtype = "bf16";  ///< bf16 or fp32
   std::string mode = "auto";
+  std::string device = "cpu";
   bool corrupt = false;                ///< flip one bit of a row on its way: the comparison must fail
   std::vector<std::string> arguments;  ///< of this program, to start it again
 };

@@ -10,6 +10,7 @@
 #include <fstream>
 
 #include "tools/construct.h"
+#include "tools/gpus.h"
 #include "tools/models.h"
 #include "tools/self_launch.h"
 
@@ -70,6 +71,15 @@ void check_numbers(const BenchOptions& o, const ProblemSpec& s, int num_ranks) {
   if (!(o.seconds >= 0 && o.seconds <= 3600)) throw InvalidArgument("--seconds " + std::to_string(o.seconds) + ": it must be 0 to 3600");
 }
 
+void take_device(const BenchOptions& o, Plan& plan) {
+  const bool on_gpu = device_from(o.device).kind == DeviceKind::cuda;
+  one_of("launch", o.launch, {"eager", "graph"});
+  plan.graph = o.launch == "graph";
+  if (plan.graph && !on_gpu) throw InvalidArgument("--launch graph needs --device cuda");
+  if (plan.graph && o.size == "exact") throw InvalidArgument("--launch graph needs --size capacity: with an exact size the host waits for counts");
+  if (plan.graph && plan.construct) throw InvalidArgument("--launch graph does not go with --op construct");
+}
+
 }  // namespace
 
 Plan plan_of(const BenchOptions& o, int num_ranks) {
@@ -96,6 +106,7 @@ Plan plan_of(const BenchOptions& o, int num_ranks) {
   else if (plan.wire == Wire::rows) throw InvalidArgument("--wire rows needs --layout expert_major or expert_slab: rank_major rows are sums already");
   if (s.layout == Layout::expert_slab && exact) throw InvalidArgument("--layout expert_slab needs --size capacity");
   if (o.capacity && exact) throw InvalidArgument("--capacity " + std::to_string(*o.capacity) + " needs --size capacity");
+  take_device(o, plan);
   if (o.capacity) in_range("capacity", *o.capacity, 0, INT32_MAX);
   if (o.capacity) s.capacity = *o.capacity;
   check_routing({.source = s.routing, .num_experts = s.num_experts, .topk = s.topk, .num_tokens = o.tokens, .seed = s.seed});
@@ -126,16 +137,19 @@ void check_transport(const std::string& transport, const std::string& placement,
 void check_resources(const BenchOptions& o, const Plan& plan, int num_local) {
   check_writable(o.json);
   if (plan.construct) {
-    construct_config(plan, o, plan.spec.num_ranks());
+    // Which GPU makes no difference to the size.
+    construct_config(plan, o, plan.spec.num_ranks(), {device_from(o.device).kind, 0});
     return;
   }
   // x twice, the sums, what arrives twice (two results), expert output, and the arena of the limit: about eight of the rows of all ranks.
+  // With GPUs x, and expert output once: the rest is in their memory.
   const auto& s = plan.spec;
+  const bool on_gpu = device_from(o.device).kind == DeviceKind::cuda;
   const double spread = std::min({static_cast<double>(s.topk), static_cast<double>(s.num_ranks()), static_cast<double>(s.num_experts)});
   const double copies = s.layout == Layout::rank_major ? spread : static_cast<double>(std::min(s.topk, s.num_experts));
-  double wanted =
-      static_cast<double>(o.tokens) * static_cast<double>(s.hidden) * static_cast<double>(size_of(s.dtype)) * (3 + 4 * copies) * num_local;
-  if (o.capacity) {
+  double wanted = static_cast<double>(o.tokens) * static_cast<double>(s.hidden) * static_cast<double>(size_of(s.dtype)) *
+                  (on_gpu ? 2 + copies : 3 + 4 * copies) * num_local;
+  if (o.capacity && !on_gpu) {
     const double places =
         s.layout == Layout::expert_slab ? static_cast<double>(*o.capacity) * s.num_experts / s.num_ranks() : static_cast<double>(*o.capacity);
     wanted = std::max(wanted, places * static_cast<double>(s.hidden) * static_cast<double>(size_of(s.dtype)) * 4 * num_local);

@@ -13,6 +13,7 @@ struct Plan {
   ResultKind result = ResultKind::lease;
   CombineWeights apply = CombineWeights::none;
   bool dispatch = true, combine = true, construct = false;
+  bool graph = false;  ///< calls are captured and replayed
 };
 
 /// Throws: InvalidArgument naming the option.

@@ -87,12 +87,13 @@ core::DispatchProblem make_problem(const ProblemSpec& spec, int rows_of) {
   return p;
 }
 
-DispatchArgs dispatch_args(const core::DispatchProblem& p, int rank) {
+DispatchArgs dispatch_args(const core::DispatchProblem& p, int rank, Place& place) {
   const core::DispatchInput& input = p.ranks[size(rank)];
   DispatchArgs args;
-  args.x = TensorView::dense(input.x.data(), p.dtype, {input.num_tokens, p.hidden});
-  args.topk_idx = TensorView::dense(input.topk_idx.data(), DType::i64, {input.num_tokens, p.num_topk});
-  args.topk_weights = TensorView::dense(input.topk_weights.data(), DType::fp32, {input.num_tokens, p.num_topk});
+  args.x = place.put(TensorView::dense(input.x.data(), p.dtype, {input.num_tokens, p.hidden}));
+  args.topk_idx = place.put(TensorView::dense(input.topk_idx.data(), DType::i64, {input.num_tokens, p.num_topk}));
+  args.topk_weights = place.put(TensorView::dense(input.topk_weights.data(), DType::fp32, {input.num_tokens, p.num_topk}));
+  args.stream = place.stream();
   args.layout = p.layout;
   args.capacity = p.capacity;
   args.expert_alignment = p.alignment;
@@ -126,7 +127,20 @@ int64_t most_rows(const core::DispatchProblem& p) {
   return most;
 }
 
-BufferConfig config_for(const core::DispatchProblem& p, int num_results) {
+namespace {
+
+/// What a call on a GPU takes of the receive region beside its result, for any wire: rows that are laid out once they are all there,
+/// and the partial sums that come back.
+size_t gpu_staging_bytes(const core::DispatchProblem& p, int64_t max_tokens, size_t row_bytes) {
+  const int num_ranks = p.experts.num_ranks();
+  const size_t pairs = size(max_tokens) * size(std::min(num_ranks, p.num_topk));
+  const size_t partial_sums = size(p.num_topk) * (size(p.hidden) * std::max<size_t>(4, size_of(p.dtype)) + 512);
+  return size(max_tokens) * size(num_ranks) * row_bytes + pairs * partial_sums + (size_t{1} << 20);
+}
+
+}  // namespace
+
+BufferConfig config_for(const core::DispatchProblem& p, int num_results, Device device) {
   BufferConfig config;
   apply_environment(config);
   config.num_experts = p.experts.num_experts();
@@ -137,38 +151,46 @@ BufferConfig config_for(const core::DispatchProblem& p, int num_results) {
   // What is known of the rows: exactly how many arrive. Beside a row lie its scales, experts and weights.
   int64_t rows = p.capacity ? std::max(*p.capacity, most_rows(p)) : most_rows(p);
   if (p.layout == Layout::expert_slab) rows *= p.experts.max_local();
-  const size_t row = (size(p.hidden) * size_of(p.dtype) + 127) / 128 * 128 + 256 + size(p.num_topk) * 8 + size(p.hidden) / 32;
+  const size_t row = (size(p.hidden) * size_of(p.dtype) + 127) / 128 * 128 + 256 + size(p.num_topk) * 12 + size(p.hidden) / 32;
   config.receive_bytes = size(num_results) * (size(rows + 16) * row + (size_t{64} << 10));
+  config.device = device;
+  if (device.kind == DeviceKind::cuda) config.receive_bytes += gpu_staging_bytes(p, config.max_tokens_per_rank, row);
   return config;
 }
 
-std::string difference(const DispatchResult& got, const core::DispatchOutput& want, const core::DispatchProblem& p) {
+std::string difference(const DispatchResult& got, const core::DispatchOutput& want, const core::DispatchProblem& p, Place& place) {
+  TensorView sorted_rows = place.get(got.sorted_rows);
+  // Where only the device knows how many pairs there are, the view is as long as there may be.
+  const auto pairs = static_cast<int64_t>(want.sorted_rows.size());
+  if (place.gpu() && sorted_rows.defined() && sorted_rows.shape[0] > pairs) sorted_rows.shape[0] = pairs;
   for (const std::string& text :
-       {compare("num_rows", got.num_rows, want.num_rows), compare("num_dropped", got.num_dropped, want.num_dropped),
-        compare("expert_counts", got.expert_counts, want.expert_counts), compare("expert_offsets", got.expert_offsets, want.expert_offsets),
-        compare("sorted_rows", got.sorted_rows, want.sorted_rows), compare("topk_idx", got.topk_idx, want.topk_idx),
-        compare("topk_weights", got.topk_weights, want.topk_weights)}) {
+       {compare("num_rows", place.get(got.num_rows), want.num_rows), compare("num_dropped", place.get(got.num_dropped), want.num_dropped),
+        compare("expert_counts", place.get(got.expert_counts), want.expert_counts),
+        compare("expert_offsets", place.get(got.expert_offsets), want.expert_offsets), compare("sorted_rows", sorted_rows, want.sorted_rows),
+        compare("topk_idx", place.get(got.topk_idx), want.topk_idx), compare("topk_weights", place.get(got.topk_weights), want.topk_weights)}) {
     if (!text.empty()) return text;
   }
   const bool quantised = p.quantize != Quantize::none;
   const size_t row_bytes = size(p.hidden) * (quantised ? 1 : size_of(p.dtype));
   const size_t scale_bytes = quantised ? size((p.hidden + 127) / 128) * (p.quantize == Quantize::fp8_e4m3 ? 4 : 1) : 0;
+  const TensorView x = place.get(got.x), x_scales = place.get(got.x_scales);
   for (int64_t row = 0; row < want.array_rows; ++row) {
     const bool real = want.origin[size(row)].source >= 0, padding = p.layout == Layout::expert_major && row < want.num_rows;
     if (!real && !padding) continue;  // unspecified
-    if (std::memcmp(row_of(got.x, row), want.x.data() + size(row) * row_bytes, row_bytes) != 0) return at("x", row) + " differs";
-    if (scale_bytes && std::memcmp(row_of(got.x_scales, row), want.x_scales.data() + size(row) * scale_bytes, scale_bytes) != 0) {
+    if (std::memcmp(row_of(x, row), want.x.data() + size(row) * row_bytes, row_bytes) != 0) return at("x", row) + " differs";
+    if (scale_bytes && std::memcmp(row_of(x_scales, row), want.x_scales.data() + size(row) * scale_bytes, scale_bytes) != 0) {
       return at("x_scales", row) + " differs";
     }
   }
   return "";
 }
 
-std::string difference(const CombineResult& got, const core::CombineOutput& want, DType dtype, int64_t hidden) {
-  if (const std::string text = compare("num_lost", got.num_lost, want.num_lost); !text.empty()) return text;
+std::string difference(const CombineResult& got, const core::CombineOutput& want, DType dtype, int64_t hidden, Place& place) {
+  if (const std::string text = compare("num_lost", place.get(got.num_lost), want.num_lost); !text.empty()) return text;
   const size_t row_bytes = size(hidden) * size_of(dtype);
+  const TensorView x = place.get(got.x);
   for (size_t t = 0; t < want.num_lost.size(); ++t) {
-    if (std::memcmp(got.x.row(static_cast<int64_t>(t)), want.x.data() + t * row_bytes, row_bytes) != 0) {
+    if (std::memcmp(x.row(static_cast<int64_t>(t)), want.x.data() + t * row_bytes, row_bytes) != 0) {
       return at("combined x", static_cast<int64_t>(t)) + " differs";
     }
   }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/reference.h"
+#include "tools/place.h"
 #include "tools/routing_source.h"
 #include "turnout/buffer.h"
 
@@ -32,17 +33,17 @@ core::DispatchProblem make_problem(const ProblemSpec& spec, int rows_of = -1);
 /// Elements of magnitude about 1, the same for the same seed; of types that cannot be added, bytes.
 void fill_rows(std::byte* out, DType dtype, int64_t num_elements, uint64_t seed);
 
-/// A view of what `rank` gives to the call. The problem must outlive the call.
-DispatchArgs dispatch_args(const core::DispatchProblem& problem, int rank);
+/// What `rank` gives to the call, put into the place. The problem and the place must outlive the call.
+DispatchArgs dispatch_args(const core::DispatchProblem& problem, int rank, Place& place);
 
 /// Rows that the busiest rank receives in the problem's layout, padding included, nothing dropped (slab: of the busiest expert).
 int64_t most_rows(const core::DispatchProblem& problem);
 
-/// A configuration in which all results of the problem can be leases, `num_results` at a time.
-BufferConfig config_for(const core::DispatchProblem& problem, int num_results);
+/// A configuration in which all results of the problem can be leases, `num_results` at a time, and rows of its dtype be combined.
+BufferConfig config_for(const core::DispatchProblem& problem, int num_results, Device device);
 
 /// The first difference in words, or empty.
-std::string difference(const DispatchResult& got, const core::DispatchOutput& want, const core::DispatchProblem& problem);
-std::string difference(const CombineResult& got, const core::CombineOutput& want, DType dtype, int64_t hidden);
+std::string difference(const DispatchResult& got, const core::DispatchOutput& want, const core::DispatchProblem& problem, Place& place);
+std::string difference(const CombineResult& got, const core::CombineOutput& want, DType dtype, int64_t hidden, Place& place);
 
 }  // namespace turnout::tools

@@ -42,6 +42,7 @@ struct ReportHost {
   int cores = 0;
   double memory_gib = 0, load = 0;  ///< load: of the last minute, when the run began
   std::string isa;                  ///< widest vector instructions: avx512f, avx2, or ""
+  std::string gpu;                  ///< number, name and driver, where GPUs were used; else the report has no such word
 };
 ReportHost describe_host();
 

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 
 #include "turnout/error.h"
@@ -42,7 +43,11 @@ int run_ranks(int num_ranks, Placement placement, const std::vector<std::string>
   }
   if (launch_info_from_env().launcher != "none") {
     Communicator communicator = Communicator::from_env(options);
-    return body(communicator);
+    const int status = body(communicator);
+    // A launcher ends the others when one fails: not before rank 0 has told why.
+    std::fflush(stdout);
+    if (status != 0) communicator.barrier();
+    return status;
   }
   if (placement == Placement::processes && num_ranks > 1) become_launcher(num_ranks, arguments);
   std::atomic<int> worst{0};

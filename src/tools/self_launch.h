@@ -16,7 +16,8 @@ enum class Placement { processes, threads };
 /// "processes" or "threads". Throws: InvalidArgument.
 Placement placement_from(const std::string& text);
 
-/// Runs `body` on every rank and returns the exit status of the whole: 0 if every rank returned 0.
+/// Runs `body` on every rank and returns the exit status of the whole: 0 if every rank returned 0. Ranks of
+/// several processes return alike: all 0, or none.
 ///   under a launcher   this process is one of its ranks; `num_ranks` is not used
 ///   processes          this program again, `num_ranks` times, with the same arguments (through `turnout launch`)
 ///   threads            virtual ranks of this process

@@ -3,8 +3,10 @@
 #include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <memory>
 #include <span>
 
+#include "tools/gpus.h"
 #include "tools/plan.h"
 #include "tools/problem.h"
 #include "tools/report.h"
@@ -67,15 +69,18 @@ ProblemSpec spec_of(const Case& c, int num_ranks) {
 }
 
 /// What differs on this rank, or empty. Also what was thrown: then all ranks throw alike.
-std::string run_case(Communicator& communicator, const Case& c) {
+std::string run_case(Communicator& communicator, const Case& c, Device device) {
   const core::DispatchProblem problem = make_problem(spec_of(c, communicator.num_ranks()));
   const auto want = core::reference_dispatch(problem);
-  Buffer buffer(communicator, config_for(problem, 2));
+  const std::unique_ptr<Place> place = open_place(device);
+  Buffer buffer(communicator, config_for(problem, 2, device));
   const auto me = static_cast<size_t>(communicator.rank());
-  DispatchArgs args = dispatch_args(problem, communicator.rank());
+  DispatchArgs args = dispatch_args(problem, communicator.rank(), *place);
   args.mode = c.mode;
   DispatchResult result = buffer.dispatch(args);
-  const std::string text = difference(result, want[me], problem);
+  place->finish();
+  buffer.check();
+  const std::string text = difference(result, want[me], problem, *place);
 
   core::CombineProblem back;
   back.dispatch = &problem;
@@ -95,38 +100,46 @@ std::string run_case(Communicator& communicator, const Case& c) {
   const auto sums = core::reference_combine(back);
   CombineArgs gather;
   const std::byte* y = back.ranks[me].y.data();
-  gather.y = c.layout == Layout::expert_slab
-                 ? TensorView::dense(y, back.dtype, {problem.experts.num_local(communicator.rank()), *problem.capacity, problem.hidden})
-                 : TensorView::dense(y, back.dtype, {want[me].array_rows, problem.hidden});
+  gather.y = place->put(c.layout == Layout::expert_slab
+                            ? TensorView::dense(y, back.dtype, {problem.experts.num_local(communicator.rank()), *problem.capacity, problem.hidden})
+                            : TensorView::dense(y, back.dtype, {want[me].array_rows, problem.hidden}));
+  gather.stream = place->stream();
   gather.handle = &result.handle;
   gather.apply = back.apply;
   gather.wire = c.wire;
   gather.mode = c.mode;
   const CombineResult combined = buffer.combine(gather);
-  return text.empty() ? difference(combined, sums[me], back.dtype, problem.hidden) : text;
+  place->finish();
+  buffer.check();
+  return text.empty() ? difference(combined, sums[me], back.dtype, problem.hidden, *place) : text;
 }
 
 /// Median time of a small call, to see at a glance whether the machine is healthy.
-void print_speed(Communicator& communicator) {
+void print_speed(Communicator& communicator, Device device) {
   ProblemSpec spec;
   spec.tokens.assign(static_cast<size_t>(communicator.num_ranks()), 128);
   spec.num_experts = 64, spec.topk = 8, spec.hidden = 2048;
   const core::DispatchProblem problem = make_problem(spec, communicator.rank());
-  Buffer buffer(communicator, config_for(problem, 2));
-  const DispatchArgs args = dispatch_args(problem, communicator.rank());
+  const std::unique_ptr<Place> place = open_place(device);
+  Buffer buffer(communicator, config_for(problem, 2, device));
+  const DispatchArgs args = dispatch_args(problem, communicator.rank(), *place);
   std::vector<double> dispatch, combine;
   for (int i = 0; i < 60; ++i) {
     const auto t0 = std::chrono::steady_clock::now();
     const DispatchResult result = buffer.dispatch(args);
+    place->finish();
     const auto t1 = std::chrono::steady_clock::now();
     CombineArgs back;
     back.y = result.x;
     back.handle = &result.handle;
+    back.stream = place->stream();
     buffer.combine(back);
+    place->finish();
     const auto t2 = std::chrono::steady_clock::now();
     dispatch.push_back(std::chrono::duration<double, std::micro>(t1 - t0).count());
     combine.push_back(std::chrono::duration<double, std::micro>(t2 - t1).count());
   }
+  buffer.check();
   if (communicator.rank() != 0) return;
   std::printf("speed: 128 tokens x 2048 bf16, top-8 of 64: dispatch %.1f us, combine %.1f us (median; `turnout bench` measures properly)\n",
               quantile(dispatch, 0.5), quantile(combine, 0.5));
@@ -135,13 +148,16 @@ void print_speed(Communicator& communicator) {
 int selftest_rank(Communicator& communicator, const SelftestOptions& options) {
   const bool speaks = communicator.rank() == 0;
   Report report = new_report("turnout selftest");
+  const Device device = device_of(device_from(options.device), communicator);
+  const Gpus gpus = gather_gpus(communicator, device);
+  report.host.gpu = gpus.summary();
   const std::vector<Case> cases = all_cases();
   {
     Progress progress("selftest", static_cast<int64_t>(cases.size()), speaks);
     for (size_t i = 0; i < cases.size(); ++i) {
       std::string text;
       try {
-        text = run_case(communicator, cases[i]);
+        text = run_case(communicator, cases[i], device);
       } catch (const InvalidArgument& e) {
         text = e.what();
       }
@@ -161,10 +177,11 @@ int selftest_rank(Communicator& communicator, const SelftestOptions& options) {
       progress.at(static_cast<int64_t>(i) + 1);
     }
   }
-  if (report.tests.failed == 0) print_speed(communicator);
+  if (report.tests.failed == 0) print_speed(communicator, device);
   if (speaks) {
-    std::printf("%s: %d ranks (%s): %d passed, %d failed\n", report.tests.failed ? "FAIL" : "PASS", communicator.num_ranks(),
-                std::string(communicator.transport()).c_str(), report.tests.passed, report.tests.failed);
+    const std::string on = gpus.words.empty() ? "" : " on " + gpus.summary();
+    std::printf("%s: %d ranks (%s)%s: %d passed, %d failed\n", report.tests.failed ? "FAIL" : "PASS", communicator.num_ranks(),
+                std::string(communicator.transport()).c_str(), on.c_str(), report.tests.passed, report.tests.failed);
     if (options.json) write_report(report, *options.json);
   }
   return report.tests.failed ? 1 : 0;
@@ -175,6 +192,7 @@ int selftest_rank(Communicator& communicator, const SelftestOptions& options) {
 int run_selftest(const SelftestOptions& options) {
   if (launch_info_from_env().launcher == "none") check_transport(options.transport, options.placement, options.ranks);
   check_writable(options.json);
+  check_device(options.device);
   CommunicatorOptions communicator;
   communicator.transport = options.transport;
   return run_ranks(

@@ -10,6 +10,7 @@ struct SelftestOptions {
   int ranks = 3;
   std::string placement = "processes";
   std::string transport = "auto";
+  std::string device = "cpu";
   std::optional<std::string> json;
   bool verbose = false;
   std::vector<std::string> arguments;  ///< of this program, to start it again

@@ -62,6 +62,26 @@ std::string cuda_device_reason(int device) {
   return reason.empty() ? loaded().table->device_reason(device) : reason;
 }
 
+namespace {
+const CudaTable& table_for(int device) {
+  if (const std::string reason = cuda_device_reason(device); !reason.empty()) throw TransportError(reason);
+  return *loaded().table;
+}
+}  // namespace
+
+int num_cuda_sms(int device) { return table_for(device).num_sms(device); }
+
+std::unique_ptr<DeviceStream> open_device_stream(int device) { return table_for(device).open_stream(device); }
+
+double copy_GBps(std::span<const DeviceCopy> copies) {
+  for (const DeviceCopy& copy : copies) {
+    for (const int device : {copy.from, copy.to}) {
+      if (device != DeviceCopy::kHost) table_for(device);
+    }
+  }
+  return loaded().table->copy_GBps(copies);
+}
+
 std::unique_ptr<DeviceWindow> open_device_window(Bootstrap& bootstrap, Transport& host, const std::string& name, int device, size_t num_bytes) {
   // A rank without the library tells before the others wait for it in a step that it does not know.
   const std::string facts = "transport '" + name + "' and " + std::to_string(num_bytes) + " bytes";

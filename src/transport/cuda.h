@@ -1,5 +1,7 @@
 // The GPU part of the library, loaded when first asked for. Where it is absent, or no GPU or driver is, there is a reason.
 #pragma once
+#include <memory>
+#include <span>
 #include <string>
 
 #include "transport/cuda_table.h"
@@ -17,5 +19,12 @@ int num_cuda_devices();
 std::string describe_cuda_device(int device);
 /// Why `device` cannot be used; empty if it can.
 std::string cuda_device_reason(int device);
+
+// For tools and tests. Throw: TransportError with the reason where the GPU cannot be used.
+/// Multiprocessors of a GPU.
+int num_cuda_sms(int device);
+std::unique_ptr<DeviceStream> open_device_stream(int device);
+/// GB/s of the slowest of the copies when all run at once on the copy engines. REQUIRES: not empty.
+double copy_GBps(std::span<const DeviceCopy> copies);
 
 }  // namespace turnout::transport

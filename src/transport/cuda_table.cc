@@ -4,6 +4,7 @@
 #include "transport/cuda_open.h"
 #include "transport/device/gpu.h"
 #include "transport/device/maker.h"
+#include "transport/device/stream.h"
 
 extern "C" __attribute__((visibility("default"))) const turnout::transport::CudaTable* turnout_cuda() {
   namespace device = turnout::transport::device;
@@ -14,6 +15,9 @@ extern "C" __attribute__((visibility("default"))) const turnout::transport::Cuda
     t.num_devices = device::num_devices;
     t.describe = device::describe;
     t.device_reason = device::device_reason;
+    t.num_sms = device::num_sms;
+    t.open_stream = device::open_stream;
+    t.copy_GBps = device::copy_GBps;
     t.make_engine = turnout::transport::engine_maker();
     t.open_device_window = device::open;
     t.set_log_callback = turnout::util::set_log_callback;

@@ -3,15 +3,17 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 
+#include "transport/device_stream.h"
 #include "transport/device_window.h"
 #include "util/log.h"
 
 namespace turnout::transport {
 
 struct CudaTable {
-  static constexpr uint32_t kVersion = 1;  ///< counts changes of this struct
+  static constexpr uint32_t kVersion = 2;  ///< counts changes of this struct
   uint32_t version = kVersion;
   const char* built = "";  ///< version of Turnout; another one is refused
 
@@ -22,6 +24,9 @@ struct CudaTable {
   std::string (*describe)(int device) = nullptr;
   /// Why this library cannot run on `device`; empty if it can.
   std::string (*device_reason)(int device) = nullptr;
+  int (*num_sms)(int device) = nullptr;
+  std::unique_ptr<DeviceStream> (*open_stream)(int device) = nullptr;
+  double (*copy_GBps)(std::span<const DeviceCopy> copies) = nullptr;
   /// `name`: "auto", "cuda_p2p" or "cuda_host"; `memory`: "auto", "vmm" or "ipc".
   std::unique_ptr<DeviceWindow> (*open_device_window)(Bootstrap& bootstrap, const std::string& name, const std::string& memory, int device,
                                                       size_t num_bytes) = nullptr;

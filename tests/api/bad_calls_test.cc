@@ -132,7 +132,7 @@ TEST(BadCalls, ReleasedView) {
         rows.release();
         EXPECT_FALSE(rows.x.defined());
       }
-      const std::string message = message_of<InvalidArgument>([&] { buffer.combine(back); });
+      const std::string message = message_of<InvalidArgument>([&] { settled(buffer, buffer.combine(back)); });
       if (comm.rank() == 1) expect_says(message, {"combine: y is", "released"});
       else expect_says(message, {"refused by rank 1"});
       expect_works(buffer);
@@ -160,13 +160,14 @@ TEST(BadCalls, ReleasedViewsAsOtherArguments) {
     };
     for (const float* data : {of_lease, of_sum}) {
       expect_refused("x", [&](DispatchArgs& a) { a.x.data = const_cast<float*>(data); });
-      expect_refused("side[0]", [&](DispatchArgs& a) { a.side = {TensorView::dense(data, DType::fp32, {3, 1})}; });
-      expect_refused("out", [&](DispatchArgs& a) { a.out = TensorView::dense(data, DType::fp32, {9, 8}); });
+      expect_refused("side[0]", [&](DispatchArgs& a) { a.side = {dense(data, DType::fp32, {3, 1})}; });
+      expect_refused("out", [&](DispatchArgs& a) { a.out = dense(data, DType::fp32, {9, 8}); });
       std::vector<float> y(48);
       CombineArgs back;
+      back.stream = here().stream();
       back.handle = &handle;
-      back.y = TensorView::dense(y.data(), DType::fp32, {6, 8});
-      back.out = TensorView::dense(data, DType::fp32, {3, 8});
+      back.y = dense(y.data(), DType::fp32, {6, 8});
+      back.out = dense(data, DType::fp32, {3, 8});
       expect_says(message_of<InvalidArgument>([&] { buffer.combine(back); }), {"combine: out is", "released"});
     }
     expect_works(buffer);
@@ -182,7 +183,7 @@ TEST(BadCalls, AfterClose) {
     comm.barrier();
     buffer.close();
     buffer.close();
-    EXPECT_EQ(static_cast<const float*>(rows.x.data)[0], Tokens::value(0, comm.rank() == 0 ? 0 : 1));  // a result outlives close()
+    EXPECT_EQ(read<float>(rows.x)[0], Tokens::value(0, comm.rank() == 0 ? 0 : 1));  // a result outlives close()
     const std::vector<std::function<void()>> calls = {[&] { buffer.dispatch(tokens.args); },
                                                       [&] { buffer.dispatch_async(tokens.args); },
                                                       [&] { buffer.combine(back_of(rows)); },
@@ -216,6 +217,7 @@ TEST(BadCalls, TooManyOutstanding) {
 }
 
 TEST(BadCalls, LeaseWithoutRoom) {
+  if (!on_host()) GTEST_SKIP() << "on a device rows pass through the receive region in any case: see cuda/bad_input_test.cc";
   run_virtual_ranks(2, [](Communicator& comm) {
     BufferConfig config = small_config();
     config.receive_bytes = 4096;
@@ -255,15 +257,17 @@ TEST(BadCalls, Capacities) {
           tokens.args.capacity = capacity;
           const DispatchResult rows = buffer.dispatch(tokens.args);
           const int64_t expected = comm.rank() == 0 ? std::min<int64_t>(6, capacity) : 0;
-          EXPECT_EQ(*rows.num_rows.as<int64_t>(), expected);
-          EXPECT_EQ(*rows.num_dropped.as<int64_t>(), comm.rank() == 0 ? 6 - expected : 0);
+          EXPECT_EQ(*read<int64_t>(rows.num_rows), expected);
+          EXPECT_EQ(*read<int64_t>(rows.num_dropped), comm.rank() == 0 ? 6 - expected : 0);
           EXPECT_EQ(rows.x.shape[layout == Layout::expert_slab ? 1 : 0], capacity);
-          EXPECT_EQ(rows.handle.num_rows(), expected);
+          if (on_host()) {  // a device does not tell
+            EXPECT_EQ(rows.handle.num_rows(), expected);
+          }
           const CombineResult sum = buffer.combine(back_of(rows));
           for (int64_t t = 0; t < 3; ++t) {
             const bool lost = 3 * comm.rank() + t >= capacity;
-            EXPECT_EQ(sum.num_lost.as<int32_t>()[t], lost);
-            EXPECT_EQ(reinterpret_cast<const float*>(sum.x.row(t))[7], lost ? 0.0f : Tokens::value(comm.rank(), t));
+            EXPECT_EQ(read<int32_t>(sum.num_lost)[t], lost);
+            EXPECT_EQ(read_row(sum.x, t)[7], lost ? 0.0f : Tokens::value(comm.rank(), t));
           }
           expect_works(buffer);
         });
@@ -348,7 +352,8 @@ TEST(BadCalls, CallsIssuedInAnotherOrder) {
       Tokens tokens(comm.rank());
       tokens.args.lane = lanes ? comm.rank() : 0;
       Buffer& first = lanes || comm.rank() == 0 ? one : other;
-      expect_says(message_of<PeerTimeout>([&] { first.dispatch_async(tokens.args); }), {"phase header", "same order on all ranks"});
+      expect_says(message_of<PeerTimeout>([&] { first.dispatch_async(tokens.args); }),
+                  {"phase header", on_host() ? "same order on all ranks" : "recover()"});
       comm.barrier();
       one.recover();
       other.recover();

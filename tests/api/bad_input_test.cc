@@ -19,7 +19,7 @@ void expect_refused(const std::function<void(Tokens&)>& spoil, const std::vector
       Tokens tokens(comm.rank());
       tokens.args.mode = mode;
       if (comm.rank() == kWrong) spoil(tokens);
-      const std::string message = message_of<InvalidArgument>([&] { buffer.dispatch(tokens.args); });
+      const std::string message = message_of<InvalidArgument>([&] { settled(buffer, buffer.dispatch(tokens.args)); });
       expect_says(message, comm.rank() == kWrong ? words : std::vector<std::string>{"dispatch", "refused by rank 1"});
       expect_works(buffer);
     });
@@ -37,7 +37,7 @@ void expect_combine_refused(Layout layout, const std::function<void(CombineArgs&
     const DispatchResult rows = buffer.dispatch(tokens.args);
     CombineArgs back = back_of(rows);
     if (comm.rank() == kWrong) spoil(back, rows);
-    const std::string message = message_of<InvalidArgument>([&] { buffer.combine(back); });
+    const std::string message = message_of<InvalidArgument>([&] { settled(buffer, buffer.combine(back)); });
     expect_says(message, comm.rank() == kWrong ? words : std::vector<std::string>{"combine", "refused by rank 1"});
     expect_works(buffer);
   });
@@ -72,29 +72,21 @@ TEST(BadInput, MissingArguments) {
 }
 
 TEST(BadInput, ShapeOfRows) {
-  expect_refused([](Tokens& t) { t.args.x = TensorView::dense(t.x.data(), DType::fp32, {24}); }, {"x is", "[24]", "2 dimensions"});
+  expect_refused([](Tokens& t) { t.args.x = dense(t.x.data(), DType::fp32, {24}); }, {"x is", "[24]", "2 dimensions"});
   expect_refused([](Tokens& t) { t.args.x.shape[1] = 9; }, {"x is", "rows of 36 bytes", "at most 32"});
   expect_refused([](Tokens& t) { t.args.x.shape[1] = 0; }, {"x is", "at least one element"});
   expect_refused([](Tokens& t) { t.args.x.shape[0] = -1; }, {"x is", "negative"});
 }
 TEST(BadInput, ShapeOfIds) {
   expect_refused([](Tokens& t) { t.args.topk_idx.shape[0] = 2; }, {"x has 3 tokens", "topk_idx has 2"});
-  expect_refused([](Tokens& t) { t.args.topk_idx = TensorView::dense(t.ids.data(), DType::i64, {3, 0}); }, {"topk_idx", "0 experts per token"});
+  expect_refused([](Tokens& t) { t.args.topk_idx = dense(t.ids.data(), DType::i64, {3, 0}); }, {"topk_idx", "0 experts per token"});
 }
 TEST(BadInput, ShapeOfWeights) {
-  expect_refused(
-      [](Tokens& t) {
-        t.args.topk_weights = TensorView::dense(t.weights.data(), DType::fp32, {3, 1});
-      },
-      {"topk_weights", "[3, 1]", "[3, 2]"});
+  expect_refused([](Tokens& t) { t.args.topk_weights = dense(t.weights.data(), DType::fp32, {3, 1}); }, {"topk_weights", "[3, 1]", "[3, 2]"});
 }
 TEST(BadInput, ShapeOfSide) {
-  expect_refused([](Tokens& t) { t.args.side = {TensorView::dense(t.side.data(), DType::fp32, {2, 1})}; }, {"side[0]", "2 rows", "x has 3"});
-  expect_refused(
-      [](Tokens& t) {
-        t.args.side = {TensorView::dense(t.x.data(), DType::fp32, {3, 3})};
-      },
-      {"side[0]", "12 bytes", "at most 8", "max_side_bytes"});
+  expect_refused([](Tokens& t) { t.args.side = {dense(t.side.data(), DType::fp32, {2, 1})}; }, {"side[0]", "2 rows", "x has 3"});
+  expect_refused([](Tokens& t) { t.args.side = {dense(t.x.data(), DType::fp32, {3, 3})}; }, {"side[0]", "12 bytes", "at most 8", "max_side_bytes"});
 }
 TEST(BadInput, ShapeOfRowsToAdd) {
   expect_combine_refused(Layout::rank_major, [](CombineArgs& a, const DispatchResult&) { a.y.shape[0] -= 1; }, {"y has", "rows", "delivered"});
@@ -107,26 +99,26 @@ TEST(BadInput, WeightsOfCombine) {
   static const float w[64] = {};
   expect_combine_refused(Layout::expert_major, [](CombineArgs& a, const DispatchResult&) { a.apply = CombineWeights::rows; },
                          {"apply=rows", "weights are missing"});
-  expect_combine_refused(Layout::expert_major, [](CombineArgs& a, const DispatchResult&) { a.weights = TensorView::dense(w, DType::fp32, {8}); },
+  expect_combine_refused(Layout::expert_major, [](CombineArgs& a, const DispatchResult&) { a.weights = dense(w, DType::fp32, {8}); },
                          {"weights are given but not applied"});
   expect_combine_refused(Layout::expert_major,
                          [](CombineArgs& a, const DispatchResult&) {
                            a.apply = CombineWeights::rows;
-                           a.weights = TensorView::dense(w, DType::fp32, {1});
+                           a.weights = dense(w, DType::fp32, {1});
                          },
                          {"weights has 1 elements"});
   expect_combine_refused(Layout::expert_major,
                          [](CombineArgs& a, const DispatchResult&) {
                            a.apply = CombineWeights::rows;
-                           a.weights = TensorView::dense(w, DType::fp16, {64});
+                           a.weights = dense(w, DType::fp16, {64});
                          },
                          {"weights is", "fp16", "fp32 or bf16"});
   expect_combine_refused(Layout::rank_major, [](CombineArgs& a, const DispatchResult&) { a.apply = CombineWeights::source; },
                          {"weights=source", "rank_major"});
   expect_combine_refused(Layout::rank_major, [](CombineArgs& a, const DispatchResult&) { a.wire = Wire::rows; }, {"wire=rows", "rank_major"});
-  expect_combine_refused(Layout::expert_major, [](CombineArgs& a, const DispatchResult&) { a.side = TensorView::dense(w, DType::fp32, {1}); },
+  expect_combine_refused(Layout::expert_major, [](CombineArgs& a, const DispatchResult&) { a.side = dense(w, DType::fp32, {1}); },
                          {"side has 1 elements"});
-  expect_combine_refused(Layout::expert_major, [](CombineArgs& a, const DispatchResult&) { a.side = TensorView::dense(w, DType::fp64, {32}); },
+  expect_combine_refused(Layout::expert_major, [](CombineArgs& a, const DispatchResult&) { a.side = dense(w, DType::fp64, {32}); },
                          {"side is", "fp64"});
 }
 
@@ -144,16 +136,16 @@ TEST(BadInput, Alignment) {
   expect_refused([](Tokens& t) { t.args.x.data = odd(t.args.x.data); }, {"x is not aligned", "4 bytes"});
   expect_refused([](Tokens& t) { t.args.topk_idx.data = odd(t.args.topk_idx.data); }, {"topk_idx is not aligned", "8 bytes"});
   expect_refused([](Tokens& t) { t.args.topk_weights.data = odd(t.args.topk_weights.data); }, {"topk_weights is not aligned", "4 bytes"});
-  expect_refused([](Tokens& t) { t.args.side = {TensorView::dense(odd(t.side.data()), DType::fp32, {3, 1})}; }, {"side[0] is not aligned"});
+  expect_refused([](Tokens& t) { t.args.side = {dense(odd(t.side.data()), DType::fp32, {3, 1})}; }, {"side[0] is not aligned"});
   static float w[64] = {};
   expect_combine_refused(Layout::rank_major, [](CombineArgs& a, const DispatchResult&) { a.y.data = odd(w); }, {"y is not aligned"});
   expect_combine_refused(Layout::expert_major,
                          [](CombineArgs& a, const DispatchResult&) {
                            a.apply = CombineWeights::rows;
-                           a.weights = TensorView::dense(odd(w), DType::fp32, {32});
+                           a.weights = dense(odd(w), DType::fp32, {32});
                          },
                          {"weights is not aligned"});
-  expect_combine_refused(Layout::expert_major, [](CombineArgs& a, const DispatchResult&) { a.side = TensorView::dense(odd(w), DType::fp32, {32}); },
+  expect_combine_refused(Layout::expert_major, [](CombineArgs& a, const DispatchResult&) { a.side = dense(odd(w), DType::fp32, {32}); },
                          {"side is not aligned"});
 }
 
@@ -161,39 +153,50 @@ TEST(BadInput, NullDataWithRows) {
   expect_refused([](Tokens& t) { t.args.x.data = nullptr; }, {"x is", "null data"});
   expect_refused([](Tokens& t) { t.args.topk_idx.data = nullptr; }, {"topk_idx is", "null data"});
   expect_refused([](Tokens& t) { t.args.topk_weights.data = nullptr; }, {"topk_weights is", "null data"});
-  expect_refused([](Tokens& t) { t.args.side = {TensorView::dense(nullptr, DType::fp32, {3, 1})}; }, {"side[0] is", "null data"});
+  expect_refused([](Tokens& t) { t.args.side = {dense(nullptr, DType::fp32, {3, 1})}; }, {"side[0] is", "null data"});
   expect_combine_refused(Layout::rank_major, [](CombineArgs& a, const DispatchResult&) { a.y.data = nullptr; }, {"y is", "null data"});
   expect_combine_refused(Layout::expert_major,
                          [](CombineArgs& a, const DispatchResult&) {
                            a.apply = CombineWeights::rows;
-                           a.weights = TensorView::dense(nullptr, DType::fp32, {32});
+                           a.weights = dense(nullptr, DType::fp32, {32});
                          },
                          {"weights", "null data"});
   expect_combine_refused(Layout::rank_major,
                          [](CombineArgs& a, const DispatchResult&) {
-                           a.side = TensorView::dense(nullptr, DType::fp32, {32, 2});
+                           a.side = dense(nullptr, DType::fp32, {32, 2});
                          },
                          {"side", "null data"});
 }
 
 TEST(BadInput, Device) {
+  if (!on_host()) GTEST_SKIP() << "tensors of the host are the wrong ones here";
   constexpr Device kCuda{DeviceKind::cuda, 0};
   static float w[64] = {};
   expect_refused([&](Tokens& t) { t.args.x.device = kCuda; }, {"x is on cuda", "CPU"});
   expect_refused([&](Tokens& t) { t.args.topk_idx.device = kCuda; }, {"topk_idx is on cuda"});
   expect_refused([&](Tokens& t) { t.args.topk_weights.device = kCuda; }, {"topk_weights is on cuda"});
-  expect_refused([&](Tokens& t) { t.args.side = {TensorView::dense(t.side.data(), DType::fp32, {3, 1}, kCuda)}; }, {"side[0] is on cuda"});
-  expect_refused([&](Tokens& t) { t.args.out = TensorView::dense(w, DType::fp32, {8, 8}, kCuda); }, {"out is on cuda"});
+  expect_refused([&](Tokens& t) { t.args.side = {dense(t.side.data(), DType::fp32, {3, 1}, kCuda)}; }, {"side[0] is on cuda"});
+  expect_refused([&](Tokens& t) { t.args.out = dense(w, DType::fp32, {8, 8}, kCuda); }, {"out is on cuda"});
   const auto back = [](const std::string& what, const std::function<void(CombineArgs&)>& change) {
     expect_combine_refused(Layout::expert_major, [&](CombineArgs& a, const DispatchResult&) { change(a); }, {what + " is on cuda"});
   };
   back("y", [&](CombineArgs& a) { a.y.device = kCuda; });
-  back("side", [&](CombineArgs& a) { a.side = TensorView::dense(w, DType::fp32, {64}, kCuda); });
-  back("out", [&](CombineArgs& a) { a.out = TensorView::dense(w, DType::fp32, {3, 8}, kCuda); });
+  back("side", [&](CombineArgs& a) { a.side = dense(w, DType::fp32, {64}, kCuda); });
+  back("out", [&](CombineArgs& a) { a.out = dense(w, DType::fp32, {3, 8}, kCuda); });
   back("weights", [&](CombineArgs& a) {
     a.apply = CombineWeights::rows;
-    a.weights = TensorView::dense(w, DType::fp32, {64}, kCuda);
+    a.weights = dense(w, DType::fp32, {64}, kCuda);
   });
+}
+
+TEST(BadInput, StreamAndMultiprocessors) {
+  static int anything = 0;
+  expect_refused([](Tokens& t) { t.args.stream.native = &anything; }, {"dispatch: a stream is given", "on the CPU", "leave it null"});
+  expect_refused([](Tokens& t) { t.args.num_sms = -1; }, {"dispatch: num_sms is -1", "0 or more"});
+  expect_combine_refused(Layout::rank_major, [](CombineArgs& a, const DispatchResult&) { a.stream.native = &anything; },
+                         {"combine: a stream is given", "on the CPU"});
+  expect_combine_refused(Layout::rank_major, [](CombineArgs& a, const DispatchResult&) { a.num_sms = INT32_MIN; },
+                         {"combine: num_sms is -2147483648"});
 }
 
 /// Numbers whose products do not fit in 64 bits, and dimensions that a view does not have.
@@ -209,10 +212,10 @@ TEST(BadInput, ShapesBeyondAnyMemory) {
   expect_refused([](Tokens& t) { t.args.x.shape = {kHuge, 8}; }, {"x has 4611686018427387904 tokens"});
   expect_refused([](Tokens& t) { t.args.topk_idx.shape = {kHuge, 4}; }, {"topk_idx has 4611686018427387904"});
   expect_refused([](Tokens& t) { t.args.topk_weights.shape = {kHuge, 4}; }, {"topk_weights is"});
-  expect_refused([](Tokens& t) { t.args.side = {TensorView::matrix(t.side.data(), DType::fp32, 3, kHuge, 1)}; }, {"side[0]", "at most 8"});
+  expect_refused([](Tokens& t) { t.args.side = {matrix(t.side.data(), DType::fp32, 3, kHuge, 1)}; }, {"side[0]", "at most 8"});
   expect_refused(
       [](Tokens& t) {
-        t.args.side = {TensorView::dense(t.side.data(), DType::fp32, {3, 1}), TensorView::matrix(t.side.data(), DType::u8, 3, INT64_MAX, 1)};
+        t.args.side = {dense(t.side.data(), DType::fp32, {3, 1}), matrix(t.side.data(), DType::u8, 3, INT64_MAX, 1)};
       },
       {"side[1]", "at most 8"});
   for (int ndim : {-1, 4, 1 << 30}) {
@@ -227,29 +230,29 @@ TEST(BadInput, ShapesBeyondAnyMemory) {
   back([](CombineArgs& a) { a.y.shape[1] = kHuge; }, {"y is", "at most 32"});
   expect_combine_refused(Layout::expert_slab, [](CombineArgs& a, const DispatchResult&) { a.y.shape = {kHuge, 4, 8}; }, {"y is", "[2, 6, hidden]"});
   for (int64_t extent : {-kHuge, int64_t{-1}, int64_t{0}}) {
-    back([&](CombineArgs& a) { a.side = TensorView::dense(w, DType::fp32, {extent, 4}); }, {"side"});
+    back([&](CombineArgs& a) { a.side = dense(w, DType::fp32, {extent, 4}); }, {"side"});
     back(
         [&](CombineArgs& a) {
           a.apply = CombineWeights::rows;
-          a.weights = TensorView::dense(w, DType::fp32, {extent, 4});
+          a.weights = dense(w, DType::fp32, {extent, 4});
         },
         {"weights"});
   }
   back(
       [&](CombineArgs& a) {
-        a.side = TensorView::dense(w, DType::fp32, {1, 1, 1});
+        a.side = dense(w, DType::fp32, {1, 1, 1});
         a.side.ndim = 9;
       },
       {"side has 9 dimensions"});
 }
 
 TEST(BadInput, ViewsOfFourDimensions) {
-  expect_says(message_of<InvalidArgument>([] { TensorView::dense(nullptr, DType::u8, {1, 1, 1, 1}); }), {"4 dimensions", "at most 3"});
+  expect_says(message_of<InvalidArgument>([] { dense(nullptr, DType::u8, {1, 1, 1, 1}); }), {"4 dimensions", "at most 3"});
 }
 
 TEST(BadInput, TooManySideArrays) {
   static const uint8_t bytes[3] = {};
-  expect_refused([](Tokens& t) { t.args.side.assign(17, TensorView::dense(bytes, DType::u8, {3, 0})); }, {"17 side arrays", "at most 16"});
+  expect_refused([](Tokens& t) { t.args.side.assign(17, dense(bytes, DType::u8, {3, 0})); }, {"17 side arrays", "at most 16"});
 }
 
 TEST(BadInput, IdsOutOfRange) {
@@ -261,12 +264,12 @@ TEST(BadInput, IdsOutOfRange) {
 }
 TEST(BadInput, NarrowIdsOutOfRange) {
   for (int32_t id : {6, 6 + 7, -2, std::numeric_limits<int32_t>::max(), std::numeric_limits<int32_t>::min()}) {
-    std::vector<int32_t> ids;
+    Shared<int32_t> ids;
     expect_refused(
         [&](Tokens& t) {
           ids.assign(t.ids.begin(), t.ids.end());
           ids[0] = id;
-          t.args.topk_idx = TensorView::dense(ids.data(), DType::i32, {3, 2});
+          t.args.topk_idx = dense(ids.data(), DType::i32, {3, 2});
         },
         {"topk_idx[0][0] is " + std::to_string(id), "0 to 5"});
   }
@@ -277,19 +280,15 @@ TEST(BadInput, MoreTokensThanConfigured) {
   static const std::vector<int64_t> ids(16, 0);
   expect_refused(
       [](Tokens& t) {
-        t.args.x = TensorView::dense(x.data(), DType::fp32, {5, 8});
-        t.args.topk_idx = TensorView::dense(ids.data(), DType::i64, {5, 2});
+        t.args.x = dense(x.data(), DType::fp32, {5, 8});
+        t.args.topk_idx = dense(ids.data(), DType::i64, {5, 2});
         t.args.topk_weights = TensorView();
       },
       {"x has 5 tokens", "at most 4", "max_tokens_per_rank"});
 }
 TEST(BadInput, TopkOverTheLimit) {
   static const std::vector<int64_t> ids(16, 0);
-  expect_refused(
-      [](Tokens& t) {
-        t.args.topk_idx = TensorView::dense(ids.data(), DType::i64, {3, 3});
-      },
-      {"topk_idx has 3 experts", "1 to 2", "max_topk"});
+  expect_refused([](Tokens& t) { t.args.topk_idx = dense(ids.data(), DType::i64, {3, 3}); }, {"topk_idx has 3 experts", "1 to 2", "max_topk"});
 }
 
 TEST(BadInput, CapacityAndAlignment) {
@@ -308,22 +307,22 @@ TEST(BadInput, MaskIsNotInThisVersion) {
 TEST(BadInput, Out) {
   static std::vector<float> out(512);
   const auto give = [](TensorView view, std::vector<std::string> words) { expect_refused([=](Tokens& t) { t.args.out = view; }, words); };
-  give(TensorView::dense(out.data(), DType::bf16, {32, 8}), {"out is", "bf16", "fp32"});
-  give(TensorView::dense(out.data(), DType::fp32, {32, 7}), {"out is", "[32, 7]", "8 elements"});
-  give(TensorView::matrix(out.data(), DType::fp32, 32, 8, 4), {"out is", "rows overlap"});
-  give(TensorView::dense(nullptr, DType::fp32, {32, 8}), {"out is", "null data"});
-  give(TensorView::dense(out.data(), DType::fp32, {2, 16, 8}), {"out is", "2 dimensions"});
+  give(dense(out.data(), DType::bf16, {32, 8}), {"out is", "bf16", "fp32"});
+  give(dense(out.data(), DType::fp32, {32, 7}), {"out is", "[32, 7]", "8 elements"});
+  give(matrix(out.data(), DType::fp32, 32, 8, 4), {"out is", "rows overlap"});
+  give(dense(nullptr, DType::fp32, {32, 8}), {"out is", "null data"});
+  give(dense(out.data(), DType::fp32, {2, 16, 8}), {"out is", "2 dimensions"});
   expect_refused(
       [](Tokens& t) {
         t.args.layout = Layout::expert_slab;
         t.args.capacity = 6;
-        t.args.out = TensorView::dense(out.data(), DType::fp32, {2, 6, 8});
+        t.args.out = dense(out.data(), DType::fp32, {2, 6, 8});
         t.args.out.strides[0] += 8;
       },
       {"out is", "dense"});
   expect_refused(
       [](Tokens& t) {
-        t.args.out = TensorView::dense(out.data(), DType::fp32, {32, 8});
+        t.args.out = dense(out.data(), DType::fp32, {32, 8});
         t.args.result = ResultKind::lease;
       },
       {"out", "result=lease"});
@@ -331,10 +330,10 @@ TEST(BadInput, Out) {
     expect_combine_refused(
         Layout::rank_major, [=](CombineArgs& a, const DispatchResult&) { a.out = view; }, words);
   };
-  back(TensorView::dense(out.data(), DType::fp32, {4, 8}), {"out is", "[4, 8]", "3 tokens"});
-  back(TensorView::dense(out.data(), DType::fp64, {3, 8}), {"out is", "fp64", "fp32"});
-  back(TensorView::dense(out.data(), DType::fp32, {3, 9}), {"out is", "[3, 9]"});
-  back(TensorView::matrix(out.data(), DType::fp32, 3, 8, 0), {"out is", "rows overlap"});
+  back(dense(out.data(), DType::fp32, {4, 8}), {"out is", "[4, 8]", "3 tokens"});
+  back(dense(out.data(), DType::fp64, {3, 8}), {"out is", "fp64", "fp32"});
+  back(dense(out.data(), DType::fp32, {3, 9}), {"out is", "[3, 9]"});
+  back(matrix(out.data(), DType::fp32, 3, 8, 0), {"out is", "rows overlap"});
 }
 
 }  // namespace

@@ -34,6 +34,8 @@ static void no_side(problem* p) { p->args.side = NULL; }
 static void endless_side(problem* p) { p->args.num_side = SIZE_MAX; }
 static void no_such_lane(problem* p) { p->args.lane = 3; }
 static void on_a_gpu(problem* p) { p->args.x.device_kind = TURNOUT_CUDA; }
+static void on_a_stream(problem* p) { p->args.stream = p; }
+static void negative_sms(problem* p) { p->args.num_sms = -1; }
 
 /* Mistakes of rank 0; both ranks are told, and the buffer works after each. Then calls at the wrong time. */
 static turnout_status mistakes(turnout_communicator* communicator, void* context) {
@@ -54,7 +56,9 @@ static turnout_status mistakes(turnout_communicator* communicator, void* context
                                 {"side is null", no_side},
                                 {"num_side is", endless_side},
                                 {"lane is 3", no_such_lane},
-                                {"x is on cuda", on_a_gpu}};
+                                {"x is on cuda", on_a_gpu},
+                                {"a stream is given", on_a_stream},
+                                {"num_sms is -1", negative_sms}};
   turnout_communicator_info who = {.struct_size = sizeof who};
   CHECK_OK(turnout_communicator_get_info(communicator, &who));
   const turnout_buffer_config config = small_config();
@@ -90,6 +94,15 @@ static turnout_status mistakes(turnout_communicator* communicator, void* context
   turnout_combine_args back = combine_of(&view, handle);
   turnout_combine_result* sums = NULL;
   CHECK_SAYS(turnout_combine(other, &back, &sums), TURNOUT_INVALID_ARGUMENT, "another Buffer");
+  back.stream = &p;
+  CHECK_SAYS(turnout_combine(buffer, &back, &sums), TURNOUT_INVALID_ARGUMENT, "combine: a stream is given");
+  back.stream = NULL;
+  back.num_sms = -7;
+  CHECK_SAYS(turnout_combine(buffer, &back, &sums), TURNOUT_INVALID_ARGUMENT, "combine: num_sms is -7");
+  back.num_sms = 16; /* of no meaning on a CPU */
+  CHECK_OK(turnout_combine(buffer, &back, &sums));
+  turnout_combine_result_destroy(sums);
+  sums = NULL;
   CHECK_OK(turnout_dispatch_result_release(got));
   CHECK_SAYS(turnout_combine(buffer, &back, &sums), TURNOUT_INVALID_ARGUMENT, "released");
   CHECK(sums == NULL);
@@ -123,7 +136,45 @@ static turnout_status mistakes(turnout_communicator* communicator, void* context
   return TURNOUT_OK;
 }
 
+/* Devices that are none, and what only a GPU has. */
+static turnout_status devices(turnout_communicator* communicator, void* context) {
+  (void)context;
+  turnout_communicator_info who = {.struct_size = sizeof who};
+  CHECK_OK(turnout_communicator_get_info(communicator, &who));
+  turnout_buffer* buffer = NULL;
+  static const struct {
+    int32_t kind, index;
+    const char* words;
+  } wrong[] = {{7, 0, "config.device_kind is 7"}, {TURNOUT_CPU, 3, "device.index is 3"}, {TURNOUT_CUDA, -1, "device.index is -1"}};
+  for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; ++i) {
+    turnout_buffer_config config = small_config();
+    if (who.rank == 0) config.device_kind = wrong[i].kind, config.device_index = wrong[i].index;
+    CHECK_SAYS(turnout_buffer_create(communicator, &config, NULL, &buffer), TURNOUT_INVALID_ARGUMENT, who.rank == 0 ? wrong[i].words : "rank 0");
+    CHECK(buffer == NULL);
+  }
+  /* One rank on a GPU and one not: a table. All on a GPU that no machine has: the reason. */
+  turnout_buffer_config config = small_config();
+  if (who.rank == 0) config.device_kind = TURNOUT_CUDA;
+  CHECK_SAYS(turnout_buffer_create(communicator, &config, NULL, &buffer), TURNOUT_INVALID_ARGUMENT, "device");
+  config.device_kind = TURNOUT_CUDA;
+  config.device_index = 1000000;
+  CHECK(turnout_buffer_create(communicator, &config, NULL, &buffer) == TURNOUT_TRANSPORT_ERROR && buffer == NULL);
+  size_t on_gpu = 0, on_cpu = 0;
+  CHECK_OK(turnout_required_bytes(&config, 2, &on_gpu));
+  CHECK_SAYS(turnout_required_bytes(&config, 1000, &on_gpu), TURNOUT_INVALID_ARGUMENT, "at most 72 on GPUs");
+  config = small_config();
+  CHECK_OK(turnout_required_bytes(&config, 2, &on_cpu));
+  CHECK(on_gpu != on_cpu);
+  CHECK_OK(turnout_buffer_create(communicator, &config, NULL, &buffer));
+  CHECK_SAYS(turnout_buffer_suspend(buffer), TURNOUT_INVALID_ARGUMENT, "on the CPU");
+  CHECK_SAYS(turnout_buffer_resume(buffer), TURNOUT_INVALID_ARGUMENT, "on the CPU");
+  CHECK_SAYS(turnout_buffer_suspend(NULL), TURNOUT_INVALID_ARGUMENT, "buffer is null");
+  turnout_buffer_destroy(buffer);
+  return TURNOUT_OK;
+}
+
 int main(void) {
+  CHECK_OK(turnout_run_virtual_ranks(2, devices, NULL, NULL));
   CHECK_OK(turnout_run_virtual_ranks(2, mistakes, NULL, NULL));
   puts("c_mistakes_test: all good");
   return 0;

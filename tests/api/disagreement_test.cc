@@ -96,7 +96,7 @@ void expect_call_table(const std::string& fact, const std::string& common, const
       tokens.args.mode = mode;
       if (all) all(tokens);
       if (comm.rank() == 1) change(tokens);
-      const std::string message = message_of<InvalidArgument>([&] { buffer.dispatch(tokens.args); });
+      const std::string message = message_of<InvalidArgument>([&] { settled(buffer, buffer.dispatch(tokens.args)); });
       expect_says(message, {"dispatch", "disagree", fact + ":", "rank 0 = " + common, "rank 1 = " + value, "rank 2 = " + common});
       expect_works(buffer);
       expect_works(buffer);
@@ -117,13 +117,13 @@ TEST(Disagreement, OfDispatchArguments) {
   expect_call_table(
       "capacity", "8", "7", [](Tokens& t) { t.args.capacity = 8; }, [](Tokens& t) { t.args.capacity = 7; });
   expect_call_table("dtype", "fp32", "i32", nullptr, [](Tokens& t) { t.args.x.dtype = DType::i32; });
-  expect_call_table("hidden", "8", "4", nullptr, [](Tokens& t) { t.args.x = TensorView::dense(t.x.data(), DType::fp32, {3, 4}); });
+  expect_call_table("hidden", "8", "4", nullptr, [](Tokens& t) { t.args.x = dense(t.x.data(), DType::fp32, {3, 4}); });
   expect_call_table("top-k", "2", "1", nullptr, [](Tokens& t) {
-    t.args.topk_idx = TensorView::dense(t.ids.data(), DType::i64, {3, 1});
-    t.args.topk_weights = TensorView::dense(t.weights.data(), DType::fp32, {3, 1});
+    t.args.topk_idx = dense(t.ids.data(), DType::i64, {3, 1});
+    t.args.topk_weights = dense(t.weights.data(), DType::fp32, {3, 1});
   });
   expect_call_table("weights", "1", "0", nullptr, [](Tokens& t) { t.args.topk_weights = TensorView(); });
-  expect_call_table("side arrays", "0", "1", nullptr, [](Tokens& t) { t.args.side = {TensorView::dense(t.side.data(), DType::fp32, {3, 1})}; });
+  expect_call_table("side arrays", "0", "1", nullptr, [](Tokens& t) { t.args.side = {dense(t.side.data(), DType::fp32, {3, 1})}; });
   expect_call_table("quantize", "none", "fp8_e4m3", nullptr, [](Tokens& t) { t.args.quantize = Quantize::fp8_e4m3; });
   expect_call_table(
       "alignment", "1", "8", [](Tokens& t) { t.args.layout = Layout::expert_major; }, [](Tokens& t) { t.args.expert_alignment = 8; });
@@ -134,7 +134,7 @@ TEST(Disagreement, OfModes) {
     Buffer buffer(comm, small_config());
     Tokens tokens(comm.rank());
     tokens.args.mode = comm.rank() == 1 ? Mode::low_latency : Mode::throughput;
-    const std::string message = message_of<InvalidArgument>([&] { buffer.dispatch(tokens.args); });
+    const std::string message = message_of<InvalidArgument>([&] { settled(buffer, buffer.dispatch(tokens.args)); });
     expect_says(message, {"mode:", "rank 0 = throughput", "rank 1 = low_latency"});
     expect_works(buffer);
   });
@@ -151,8 +151,13 @@ void expect_table_after_dispatch(const std::vector<std::string>& words,
     DispatchResult rows = buffer.dispatch(tokens.args);
     CombineArgs back;
     back.y = rows.x;
+    back.stream = here().stream();
     back.handle = comm.rank() == 1 && words[0] == "handle:" ? &earlier.handle : &rows.handle;
-    expect_says(message_of<InvalidArgument>([&] { call(buffer, tokens, rows, back); }), words);
+    const std::string message = message_of<InvalidArgument>([&] {
+      call(buffer, tokens, rows, back);
+      settle(buffer);
+    });
+    expect_says(message, words);
     expect_works(buffer);
   });
 }
@@ -188,7 +193,7 @@ TEST(Disagreement, OfCombineArguments) {
   });
   static const std::vector<float> side(64);
   expect_table_after_dispatch({"side arrays:", "rank 0 = 0", "rank 1 = 1"}, [](Buffer& b, Tokens&, DispatchResult&, CombineArgs& back) {
-    if (b.rank() == 1) back.side = TensorView::dense(side.data(), DType::fp32, {64});
+    if (b.rank() == 1) back.side = dense(side.data(), DType::fp32, {64});
     b.combine(back);
   });
 }

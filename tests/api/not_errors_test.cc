@@ -21,22 +21,22 @@ TEST(NotErrors, NoTokensOnSomeOrAllRanks) {
           Buffer buffer(comm, small_config());
           Tokens tokens(comm.rank(), comm.rank() < with_tokens ? 3 : 0);
           if (tokens.T == 0) {
-            tokens.args.x = TensorView::dense(nullptr, DType::fp32, {0, 8});
-            tokens.args.topk_idx = TensorView::dense(nullptr, DType::i64, {0, 2});
-            tokens.args.topk_weights = TensorView::dense(nullptr, DType::fp32, {0, 2});
+            tokens.args.x = dense(nullptr, DType::fp32, {0, 8});
+            tokens.args.topk_idx = dense(nullptr, DType::i64, {0, 2});
+            tokens.args.topk_weights = dense(nullptr, DType::fp32, {0, 2});
           }
           tokens.args.mode = mode;
           tokens.args.layout = layout;
           if (layout == Layout::expert_slab) tokens.args.capacity = 9;
           const DispatchResult rows = buffer.dispatch(tokens.args);
           if (with_tokens == 0) {
-            EXPECT_EQ(*rows.num_rows.as<int64_t>(), 0);
+            EXPECT_EQ(*read<int64_t>(rows.num_rows), 0);
           }
           const CombineResult sum = buffer.combine(back_of(rows));
           EXPECT_EQ(sum.x.shape[0], tokens.T);
           for (int64_t t = 0; t < tokens.T; ++t) {
             const float terms = layout == Layout::rank_major ? static_cast<float>(num_destinations(tokens, t, 6, 3)) : 2.0f;
-            EXPECT_EQ(reinterpret_cast<const float*>(sum.x.row(t))[0], terms * Tokens::value(comm.rank(), t));
+            EXPECT_EQ(read_row(sum.x, t)[0], terms * Tokens::value(comm.rank(), t));
           }
           expect_works(buffer);
         });
@@ -54,6 +54,11 @@ void expect_kind(RoutingKind kind, const std::function<void(RandomLimits&)>& cha
       limits.kinds = {kind};
       if (change) change(limits);
       RunChoices run;
+      if (!on_host()) {
+        run.place = [](int) { return surroundings().make_place(); };
+        run.receive_bytes = size_t{64} << 20;
+        run.timeout = std::chrono::seconds(5);
+      }
       run.mode = seed % 2 ? Mode::throughput : Mode::low_latency;
       expect_matches_reference(seed * 1000 + static_cast<uint64_t>(num_ranks), limits, run);
       if (::testing::Test::HasFailure()) return;
@@ -86,6 +91,7 @@ TEST(NotErrors, UnevenNodes) {
 }
 
 TEST(NotErrors, FourBuffersOnTwoCommunicatorsFromTwoThreads) {
+  if (!on_host()) GTEST_SKIP() << "more kernels that wait for each other than one GPU holds at once";
   auto store = thread_store();
   std::vector<std::thread> ranks;
   for (int rank = 0; rank < 3; ++rank) {
@@ -108,6 +114,7 @@ TEST(NotErrors, FourBuffersOnTwoCommunicatorsFromTwoThreads) {
 }
 
 TEST(NotErrors, LanesFromSeveralThreads) {
+  if (!on_host()) GTEST_SKIP() << "more kernels that wait for each other than one GPU holds at once";
   run_on_transports(2, [](Communicator& comm) {
     BufferConfig config = small_config();
     config.num_lanes = 3;
@@ -164,22 +171,23 @@ TEST(NotErrors, OneHandleFourTimesInATrainingStep) {
       const DispatchResult dy = buffer.dispatch(grad.args);
       // Gradient of each weight: the dot product of its row's output with the gradient.
       const int64_t num_rows = x.topk_weights.num_elements();
-      std::vector<float> dot(static_cast<size_t>(num_rows));
+      Shared<float> dot(static_cast<size_t>(num_rows));
+      const TensorView xs = here().get(x.x), dys = here().get(dy.x);
       for (int64_t i = 0; i < num_rows; ++i) {
-        const auto* a = reinterpret_cast<const float*>(result_row(x.x, i));
-        const auto* b = reinterpret_cast<const float*>(result_row(dy.x, i));
+        const auto* a = reinterpret_cast<const float*>(result_row(xs, i));
+        const auto* b = reinterpret_cast<const float*>(result_row(dys, i));
         for (int h = 0; h < 8; ++h) dot[static_cast<size_t>(i)] += a[h] * b[h];
       }
       CombineArgs backward = back_of(dy);
       backward.handle = &x.handle;
-      backward.side = TensorView::dense(dot.data(), DType::fp32, {num_rows});
+      backward.side = dense(dot.data(), DType::fp32, {num_rows});
       const CombineResult dx = buffer.combine(backward);
       for (int64_t t = 0; t < 3; ++t) {
         const float v = Tokens::value(comm.rank(), t),
                     w = tokens.weights[static_cast<size_t>(2 * t)] + tokens.weights[static_cast<size_t>(2 * t + 1)];
-        EXPECT_EQ(reinterpret_cast<const float*>(y.x.row(t))[3], v * w);
-        EXPECT_EQ(reinterpret_cast<const float*>(dx.x.row(t))[3], 2 * (v + 1));
-        for (int k = 0; k < 2; ++k) EXPECT_EQ(dx.side.as<float>()[2 * t + k], 8 * v * (v + 1));
+        EXPECT_EQ(read_row(y.x, t)[3], v * w);
+        EXPECT_EQ(read_row(dx.x, t)[3], 2 * (v + 1));
+        for (int k = 0; k < 2; ++k) EXPECT_EQ(read<float>(dx.side)[2 * t + k], 8 * v * (v + 1));
       }
     });
   }
@@ -193,12 +201,11 @@ TEST(NotErrors, ExpertsThatMoveBetweenCalls) {
     buffer.set_expert_to_rank({2, 2, 2, 2, 2, 2});
     EXPECT_EQ(buffer.num_local_experts(), comm.rank() == 2 ? 6 : 0);
     const DispatchResult after = buffer.dispatch(tokens.args);
-    EXPECT_EQ(*after.num_rows.as<int64_t>(), comm.rank() == 2 ? 9 : 0);
+    EXPECT_EQ(*read<int64_t>(after.num_rows), comm.rank() == 2 ? 9 : 0);
     const CombineResult old = buffer.combine(back_of(before)), now = buffer.combine(back_of(after));  // handles keep their map
     for (int64_t t = 0; t < 3; ++t) {
-      EXPECT_EQ(reinterpret_cast<const float*>(now.x.row(t))[0], Tokens::value(comm.rank(), t));
-      EXPECT_EQ(reinterpret_cast<const float*>(old.x.row(t))[0],
-                Tokens::value(comm.rank(), t) * static_cast<float>(num_destinations(tokens, t, 6, 3)));
+      EXPECT_EQ(read_row(now.x, t)[0], Tokens::value(comm.rank(), t));
+      EXPECT_EQ(read_row(old.x, t)[0], Tokens::value(comm.rank(), t) * static_cast<float>(num_destinations(tokens, t, 6, 3)));
     }
     // A map that differs raises at the next call, everywhere.
     buffer.set_expert_to_rank(comm.rank() == 1 ? std::vector<int>{0, 0, 1, 1, 2, 2} : std::vector<int>{0, 1, 2, 0, 1, 2});
@@ -243,8 +250,8 @@ TEST(NotErrors, ResultsAndHandlesOutliveTheirBuffer) {
       EXPECT_EQ(handle.num_topk(), 2);
       EXPECT_EQ(handle.layout(), Layout::rank_major);
       EXPECT_EQ(handle.num_rows(), rows.x.shape[0]);
-      EXPECT_EQ(reinterpret_cast<const float*>(rows.x.row(0))[7], rank == 0 ? Tokens::value(0, 0) : Tokens::value(0, 1));
-      EXPECT_EQ(reinterpret_cast<const float*>(sum.x.row(2))[7], Tokens::value(rank, 2) * (rank == 0 ? 2.0f : 1.0f));
+      EXPECT_EQ(read_row(rows.x, 0)[7], rank == 0 ? Tokens::value(0, 0) : Tokens::value(0, 1));
+      EXPECT_EQ(read_row(sum.x, 2)[7], Tokens::value(rank, 2) * (rank == 0 ? 2.0f : 1.0f));
     });
   }
   for (auto& thread : ranks) thread.join();

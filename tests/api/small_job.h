@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "support/errors.h"
+#include "support/here.h"
 #include "turnout/turnout.hpp"
 
 namespace turnout::testing {
@@ -24,6 +25,7 @@ inline BufferConfig small_config() {
   c.max_tokens_per_rank = 4;
   c.max_topk = 2;
   c.max_side_bytes = 8;
+  c.device = here().device();
   c.timeouts.timeout = c.timeouts.busy_timeout = std::chrono::seconds(30);
   return c;
 }
@@ -40,9 +42,10 @@ struct Tokens {
       }
       side.push_back(static_cast<float>(100 * rank) + static_cast<float>(t));
     }
-    args.x = TensorView::dense(x.data(), DType::fp32, {T, H});
-    args.topk_idx = TensorView::dense(ids.data(), DType::i64, {T, K});
-    args.topk_weights = TensorView::dense(weights.data(), DType::fp32, {T, K});
+    args.x = dense(x.data(), DType::fp32, {T, H});
+    args.topk_idx = dense(ids.data(), DType::i64, {T, K});
+    args.topk_weights = dense(weights.data(), DType::fp32, {T, K});
+    args.stream = here().stream();
   }
   Tokens(const Tokens&) = delete;
   Tokens& operator=(const Tokens&) = delete;
@@ -51,8 +54,8 @@ struct Tokens {
   int64_t T;
   int K;
   int64_t H;
-  std::vector<float> x, weights, side;
-  std::vector<int64_t> ids;
+  Shared<float> x, weights, side;
+  Shared<int64_t> ids;
   DispatchArgs args;
 };
 
@@ -61,6 +64,7 @@ inline CombineArgs back_of(const DispatchResult& rows) {
   CombineArgs back;
   back.y = rows.x;
   back.handle = &rows.handle;
+  back.stream = here().stream();
   return back;
 }
 
@@ -92,10 +96,11 @@ inline void expect_works(Buffer& buffer, int lane = 0) {
   CombineArgs back = back_of(rows);
   back.lane = lane;
   const CombineResult sum = buffer.combine(back);
+  const TensorView got = here().get(sum.x);
   for (int64_t t = 0; t < tokens.T; ++t) {
     const auto want = Tokens::value(buffer.rank(), t) * static_cast<float>(num_destinations(tokens, t, 6, buffer.num_ranks()));
     for (int64_t h = 0; h < tokens.H; ++h)
-      ASSERT_EQ(reinterpret_cast<const float*>(sum.x.row(t))[h], want) << "rank " << buffer.rank() << " token " << t;
+      ASSERT_EQ(reinterpret_cast<const float*>(got.row(t))[h], want) << "rank " << buffer.rank() << " token " << t;
   }
 }
 

@@ -2,9 +2,11 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
+#include "cuda/gpu_main.h"
 #include "support/place.h"
 #include "turnout/error.h"
 
@@ -14,9 +16,18 @@ inline void cuda_ok(cudaError_t e, const char* what) {
   if (e != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(e));
 }
 
+/// After a fault of a kernel every call fails, in this process only.
+inline bool has_fault() {
+  const cudaError_t e = cudaFree(nullptr);
+  (void)cudaGetLastError();
+  return e != cudaSuccess;
+}
+
 class CudaPlace : public Place {
  public:
   explicit CudaPlace(int device) : device_(device) {
+    static const bool told = (gpu_is_lost() = has_fault, true);
+    (void)told;
     cuda_ok(cudaSetDevice(device_), "cudaSetDevice");
     cuda_ok(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate");
   }
@@ -41,6 +52,12 @@ class CudaPlace : public Place {
     t.data = p;
     return t;
   }
+  void give_back(const TensorView& there) override {
+    const auto found = std::find(memory_.begin(), memory_.end(), there.data);
+    if (found == memory_.end()) return;
+    cuda_ok(cudaFreeAsync(*found, stream_), "cudaFreeAsync");
+    memory_.erase(found);
+  }
   void write(void* to, const void* from, size_t num_bytes) override {
     cuda_ok(cudaMemcpyAsync(to, from, num_bytes, cudaMemcpyHostToDevice, stream_), "upload");
     cuda_ok(cudaStreamSynchronize(stream_), "upload");
@@ -50,7 +67,13 @@ class CudaPlace : public Place {
     TensorView t = there;
     const size_t bytes = span_bytes(there);
     if (bytes == 0) return t;
+    // What a test reads it compares soon: the oldest go.
+    while (host_.size() > 256 || (host_.size() > 32 && host_bytes_ > (size_t{4} << 30))) {
+      host_bytes_ -= host_.front().size();
+      host_.pop_front();
+    }
     host_.emplace_back(bytes + 16);
+    host_bytes_ += bytes + 16;
     const std::string what = "download of " + std::to_string(bytes) + " bytes of " + there.to_string();
     cuda_ok(cudaMemcpyAsync(host_.back().data(), there.data, bytes, cudaMemcpyDeviceToHost, stream_), what.c_str());
     cuda_ok(cudaStreamSynchronize(stream_), what.c_str());
@@ -64,6 +87,7 @@ class CudaPlace : public Place {
   cudaStream_t stream_ = nullptr;
   std::vector<void*> memory_;
   std::deque<std::vector<std::byte>> host_;
+  size_t host_bytes_ = 0;
 };
 
 }  // namespace turnout::testing

@@ -64,6 +64,16 @@ TEST_P(CudaContract, EqualsTheOracleWhenResultsAreFresh) {
   check(200, 208, limits(), [](uint64_t, RunChoices& r) { r.result = ResultKind::fresh; });
 }
 
+TEST_P(CudaContract, EqualsTheOracleWhenRanksWantResultsInDifferentPlaces) {
+  RandomLimits l = limits();
+  l.layouts = {Layout::rank_major};
+  check(300, 308, l, [](uint64_t seed, RunChoices& r) {
+    r.results_differ = true;
+    r.async = seed % 2 == 0;
+    r.repeats = 2;
+  });
+}
+
 TEST_P(CudaContract, EqualsTheOracleWhenIssuedAndWaitedFor) {
   check(400, 412, limits(), [](uint64_t seed, RunChoices& r) {
     r.async = true;
@@ -80,6 +90,21 @@ TEST_P(CudaContract, EqualsTheOracleWhenRowsLieInALease) {
     r.y_in_lease = true;
     r.async = seed % 2 == 0;
     r.repeats = 2;
+  });
+}
+
+TEST_P(CudaContract, EqualsTheOracleByBulkCopies) {
+  RandomLimits l = limits();
+  l.max_tokens = 150;
+  l.max_hidden = 2500;
+  l.dtypes = {DType::bf16, DType::bf16, DType::fp16, DType::u8};
+  l.aligned = true;
+  l.several_nodes = false;
+  check(600, 640, l, [](uint64_t seed, RunChoices& r) {
+    r.async = seed % 4 == 0;
+    r.repeats = 2;
+    r.receive_bytes = size_t{512} << 20;
+    if (seed % 5 == 0) r.result = ResultKind::fresh;
   });
 }
 

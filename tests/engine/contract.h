@@ -21,6 +21,7 @@ struct RunChoices {
   uint64_t scheduler_seed = 0;
   Mode mode = Mode::throughput;
   ResultKind result = ResultKind::automatic;
+  bool results_differ = false;  ///< odd ranks take fresh results
   bool async = false;
   Receive receive = Receive::deferred;
   int num_threads = 1;
@@ -156,7 +157,7 @@ struct RankArguments {
     dispatch.capacity = d.capacity;
     dispatch.expert_alignment = d.alignment;
     dispatch.quantize = d.quantize;
-    dispatch.result = run.result;
+    dispatch.result = run.results_differ && rank % 2 == 1 ? ResultKind::fresh : run.result;
     dispatch.receive = run.receive;
   }
   void move_to(Place& place) {
@@ -188,67 +189,92 @@ inline CombineArgs combine_args(const RandomProblem& p, const core::CombineProbl
   return args;
 }
 
-/// Runs a problem on virtual ranks and compares every byte that is specified.
-inline void expect_matches_reference(uint64_t seed, const RandomLimits& limits, const RunChoices& run) {
-  const RandomProblem p = random_problem(seed, limits);
-  const auto received = core::reference_dispatch(p.dispatch);
-  const core::CombineProblem c = random_combine(p, received, seed + 1);
-  const auto combined = core::reference_combine(c);
+/// A problem with what the oracle says of it, dispatch and combine. It stays where it is: its parts point to each other.
+struct Expected {
+  Expected(uint64_t seed, RandomProblem problem)
+      : p(std::move(problem)),
+        received(core::reference_dispatch(p.dispatch)),
+        combine(random_combine(p, received, seed)),
+        combined(core::reference_combine(combine)) {}
+  Expected(const Expected&) = delete;
+  Expected& operator=(const Expected&) = delete;
+  const RandomProblem p;
+  const std::vector<core::DispatchOutput> received;
+  const core::CombineProblem combine;
+  const std::vector<core::CombineOutput> combined;
+};
+
+/// Puts the rows of a combine into the lease that a dispatch brought, if they fit there. Returns the stride of a row, 0 if they do not.
+inline size_t put_into_lease(const DispatchResult& result, CombineArgs& back, Layout layout, Place& place) {
+  const auto width = static_cast<size_t>(back.y.shape[1]) * size_of(back.y.dtype);
+  const auto stride = static_cast<size_t>(result.x.strides[0]) * size_of(result.x.dtype);
+  if (!result.is_lease || layout != Layout::rank_major || width > stride || stride % 8 != 0) return 0;
+  for (int64_t i = 0; i < back.y.shape[0]; ++i)
+    place.write(static_cast<std::byte*>(result.x.data) + static_cast<size_t>(i) * stride, back.y.row(i), width);
+  back.y = TensorView::matrix(result.x.data, back.y.dtype, back.y.shape[0], back.y.shape[1], static_cast<int64_t>(stride / size_of(back.y.dtype)),
+                              place.device());
+  return stride;
+}
+
+/// One rank's part of a problem, on a Buffer of its own. Compares every byte that is specified.
+inline void play_rank(Communicator& comm, const Expected& e, const RunChoices& run) {
+  const RandomProblem& p = e.p;
+  const int rank = comm.rank();
+  const auto at = static_cast<size_t>(rank);
+  const std::unique_ptr<Place> place = run.place ? run.place(rank) : std::make_unique<Place>();
+  BufferConfig config = config_of(p, run);
+  config.device = place->device();
+  if (run.timeout.count() > 0) config.timeouts.timeout = config.timeouts.busy_timeout = run.timeout;
+  Buffer buffer(comm, config);
+  EXPECT_EQ(buffer.num_bytes(), required_bytes(buffer.config(), comm.num_ranks()));
+  RankArguments arguments(p, rank, run);
+  arguments.move_to(*place);
+  Handle handle;
+  for (int round = 0; round < run.repeats; ++round) {
+    DispatchArgs args = arguments.dispatch;
+    const Handle cached = handle;
+    if (round > 0 && round == run.repeats - 1) {
+      args.handle = &cached;
+      args.topk_idx = args.topk_weights = TensorView();
+    }
+    DispatchResult result = run.async ? buffer.dispatch_async(args).wait() : buffer.dispatch(args);
+    place->finish();
+    buffer.check();
+    expect_dispatch(result, e.received[at], p.dispatch, *place);
+    handle = result.handle;
+    CombineArgs back = combine_args(p, e.combine, e.received, rank, handle);
+    back.mode = run.mode;
+    back.stream = place->stream();
+    back.weights = place->put(back.weights);
+    back.side = place->put(back.side);
+    const size_t in_lease = run.y_in_lease ? put_into_lease(result, back, p.dispatch.layout, *place) : 0;
+    if (!in_lease) back.y = place->put(back.y);
+    const CombineResult sum = run.async ? buffer.combine_async(back).wait() : buffer.combine(back);
+    place->finish();
+    buffer.check();
+    if (in_lease) place->fill(result.x.data, 0xA5, static_cast<size_t>(back.y.shape[0]) * in_lease);
+    expect_combine(sum, e.combined[at], p.dtype, p.hidden, p.with_side, *place);
+  }
+}
+
+inline CommunicatorOptions options_of(const RandomProblem& p, const RunChoices& run) {
   CommunicatorOptions options;
   options.transport = run.transport;
   options.scheduler_seed = run.scheduler_seed;
   options.node_of_rank = p.node_of_rank;
+  return options;
+}
+
+/// Runs a problem on virtual ranks.
+inline void expect_matches_reference(uint64_t seed, const RandomLimits& limits, const RunChoices& run) {
+  const Expected e(seed + 1, random_problem(seed, limits));
   run_virtual_ranks(
       limits.num_ranks,
       [&](Communicator& comm) {
-        const int rank = comm.rank();
-        const auto at = static_cast<size_t>(rank);
-        SCOPED_TRACE("seed " + std::to_string(seed) + " rank " + std::to_string(rank) + " of " + std::to_string(limits.num_ranks));
-        const std::unique_ptr<Place> place = run.place ? run.place(rank) : std::make_unique<Place>();
-        BufferConfig config = config_of(p, run);
-        config.device = place->device();
-        if (run.timeout.count() > 0) config.timeouts.timeout = config.timeouts.busy_timeout = run.timeout;
-        Buffer buffer(comm, config);
-        EXPECT_EQ(buffer.num_bytes(), required_bytes(buffer.config(), comm.num_ranks()));
-        RankArguments arguments(p, rank, run);
-        arguments.move_to(*place);
-        Handle handle;
-        for (int round = 0; round < run.repeats; ++round) {
-          DispatchArgs args = arguments.dispatch;
-          const Handle cached = handle;
-          if (round > 0 && round == run.repeats - 1) {
-            args.handle = &cached;
-            args.topk_idx = args.topk_weights = TensorView();
-          }
-          DispatchResult result = run.async ? buffer.dispatch_async(args).wait() : buffer.dispatch(args);
-          place->finish();
-          buffer.check();
-          expect_dispatch(result, received[at], p.dispatch, *place);
-          handle = result.handle;
-          CombineArgs back = combine_args(p, c, received, rank, handle);
-          back.mode = run.mode;
-          back.stream = place->stream();
-          back.weights = place->put(back.weights);
-          back.side = place->put(back.side);
-          const auto y_bytes = static_cast<size_t>(p.hidden) * size_of(p.dtype);
-          const auto stride = static_cast<size_t>(result.x.strides[0]) * size_of(result.x.dtype);
-          const bool in_lease = run.y_in_lease && result.is_lease && p.dispatch.layout == Layout::rank_major && y_bytes <= stride && stride % 8 == 0;
-          if (in_lease) {
-            for (int64_t i = 0; i < back.y.shape[0]; ++i)
-              place->write(static_cast<std::byte*>(result.x.data) + static_cast<size_t>(i) * stride, back.y.row(i), y_bytes);
-            back.y = TensorView::matrix(result.x.data, p.dtype, back.y.shape[0], p.hidden, static_cast<int64_t>(stride / size_of(p.dtype)),
-                                        place->device());
-          } else {
-            back.y = place->put(back.y);
-          }
-          const CombineResult sum = run.async ? buffer.combine_async(back).wait() : buffer.combine(back);
-          place->finish();
-          buffer.check();
-          if (in_lease) place->fill(result.x.data, 0xA5, static_cast<size_t>(back.y.shape[0]) * stride);
-          expect_combine(sum, combined[at], p.dtype, p.hidden, p.with_side, *place);
-        }
+        SCOPED_TRACE("seed " + std::to_string(seed) + " rank " + std::to_string(comm.rank()) + " of " + std::to_string(limits.num_ranks));
+        play_rank(comm, e, run);
       },
-      options);
+      options_of(e.p, run));
 }
 
 }  // namespace turnout::testing

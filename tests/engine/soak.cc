@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <sstream>
 
+#include "engine/soak_place.h"
 #include "engine/soak_player.h"
 #include "engine/soak_processes.h"
 #include "tools/report.h"
@@ -36,15 +37,18 @@ void run_all(const std::vector<std::function<void()>>& bodies) {
 /// One rank of a session, on all of its Buffers.
 Tally play_rank(const Session& s, Communicator& comm) {
   std::deque<Buffer> buffers;
-  for (int b = 0; b < s.num_buffers; ++b) buffers.emplace_back(comm, s.config);
+  const auto place = [&] { return s.num_gpus > 0 ? gpu_place(comm.rank(), s.num_gpus) : std::make_unique<Place>(); };
+  BufferConfig config = s.config;
+  config.device = place()->device();
+  for (int b = 0; b < s.num_buffers; ++b) buffers.emplace_back(comm, config);
   std::vector<int> lanes;
   for (int lane = 0; lane < s.config.num_lanes; ++lane) lanes.push_back(lane);
   std::vector<std::unique_ptr<Player>> players;
   for (Buffer& buffer : buffers) {
     if (s.lane_threads) {
-      for (int lane : lanes) players.push_back(std::make_unique<Player>(s, buffer, std::vector<int>{lane}, s.seed + players.size()));
+      for (int lane : lanes) players.push_back(std::make_unique<Player>(s, buffer, place(), std::vector<int>{lane}, s.seed + players.size()));
     } else {
-      players.push_back(std::make_unique<Player>(s, buffer, lanes, s.seed + players.size()));
+      players.push_back(std::make_unique<Player>(s, buffer, place(), lanes, s.seed + players.size()));
     }
   }
   std::vector<Tally> tallies(players.size());
@@ -134,7 +138,9 @@ std::vector<std::string> not_covered(const Tally& tally) {
 
 struct Options {
   double seconds = 180;
+  int64_t steps = 0;  ///< not by time, but until so many were made
   uint64_t seed = 1;
+  std::string device = "cpu";
   SoakChoices choices;
   std::string record;
 };
@@ -142,7 +148,9 @@ struct Options {
 /// Made before the run: what it says of the tree and of the load is how things were then.
 tools::Report new_record(const Options& options) {
   std::ostringstream command;
-  command << "./dev soak --seconds " << options.seconds << " --seed " << options.seed << " --record";
+  command << "./dev soak --seconds " << options.seconds << " --seed " << options.seed;
+  if (options.choices.num_gpus > 0) command << " --device cuda --gpus " << options.choices.num_gpus;
+  command << " --record";
   return tools::new_report(command.str());
 }
 
@@ -158,7 +166,7 @@ void write_record(tools::Report report, const Options& options, const Tally& tal
 int finish(const tools::Report& record, const Options& options, const Tally& tally, int64_t num_sessions, bool failed) {
   for (const auto& [what, times] : tally) std::printf("%10lld  %s\n", static_cast<long long>(times), what.c_str());
   int64_t num_failed = failed ? 1 : 0;
-  if (!failed && options.seconds >= 60 && options.choices.num_ranks == 0 && options.choices.transport.empty()) {
+  if (!failed && options.seconds >= 60 && options.choices.num_ranks == 0 && options.choices.transport.empty() && options.choices.num_gpus == 0) {
     for (const std::string& what : not_covered(tally)) {
       std::printf("FAILED: never done: %s\n", what.c_str());
       ++num_failed;
@@ -176,18 +184,29 @@ int soak(const Options& options) {
   const auto seconds = [&] { return std::chrono::duration<double>(Clock::now() - start).count(); };
   const tools::Report record = new_record(options);
   Tally tally;
-  int64_t num_sessions = 0;
+  int64_t num_sessions = 0, num_steps = 0;
   double reported = 0;
-  for (uint64_t seed = options.seed; num_sessions == 0 || seconds() < options.seconds; ++seed, ++num_sessions) {
+  const auto goes_on = [&] { return num_sessions == 0 || (options.steps > 0 ? num_steps < options.steps : seconds() < options.seconds); };
+  for (uint64_t seed = options.seed; goes_on(); ++seed, ++num_sessions) {
     const Session s = random_session(seed, options.choices);
+    num_steps += s.num_steps;
+    if (s.num_gpus > 0) {
+      // A kernel that waits for ever cannot be stopped from outside.
+      std::printf("session of seed %llu: %d ranks on %d GPUs, %s, %d steps\n", static_cast<unsigned long long>(seed), s.num_ranks, s.num_gpus,
+                  s.processes ? "processes" : "threads", s.num_steps);
+      std::fflush(stdout);
+      alarm(60);
+    }
     try {
       add_to(tally, run_session(s));
     } catch (const std::exception& e) {
       const SoakChoices& c = options.choices;
-      std::printf("FAILED session of seed %llu (%d ranks, %s%s): %s\nagain with: soak --seconds 1 --seed %llu%s%s\n",
-                  static_cast<unsigned long long>(seed), s.num_ranks, s.options.transport.c_str(), s.processes ? ", processes" : "", e.what(),
-                  static_cast<unsigned long long>(seed), c.num_ranks > 0 ? (" --ranks " + std::to_string(c.num_ranks)).c_str() : "",
-                  c.transport.empty() ? "" : (" --transport " + c.transport).c_str());
+      std::printf(
+          "FAILED session of seed %llu (%d ranks, %s%s): %s\nagain with: soak --seconds 1 --seed %llu%s%s\n", static_cast<unsigned long long>(seed),
+          s.num_ranks, s.options.transport.c_str(), s.processes ? ", processes" : "", e.what(), static_cast<unsigned long long>(seed),
+          c.num_ranks > 0 ? (" --ranks " + std::to_string(c.num_ranks)).c_str() : "",
+          ((c.transport.empty() ? "" : " --transport " + c.transport) + (c.num_gpus > 0 ? " --device cuda --gpus " + std::to_string(c.num_gpus) : ""))
+              .c_str());
       return finish(record, options, tally, num_sessions, true);
     }
     if (seconds() - reported >= 10) {
@@ -209,10 +228,21 @@ int main(int argc, char** argv) {
   turnout::testing::Options options;
   CLI::App app("Random dispatches and combines against the oracle");
   app.add_option("--seconds", options.seconds, "How long to run");
+  app.add_option("--steps", options.steps, "Run until so many steps are made, however long that takes");
+  app.add_option("--device", options.device, "cpu, or cuda: ranks on GPUs, threads unless the transport is shm")
+      ->check(CLI::IsMember({"cpu", "cuda"}));
+  app.add_option("--gpus", options.choices.num_gpus, "GPUs that ranks are dealt to, with --device cuda")->check(CLI::Range(1, 64));
   app.add_option("--seed", options.seed, "Of the first session; the next ones count on");
   app.add_option("--ranks", options.choices.num_ranks, "Ranks of each session; otherwise 1 to 6")->check(CLI::Range(0, 64));
   app.add_option("--transport", options.choices.transport, "inproc or shm; otherwise either")->check(CLI::IsMember({"inproc", "shm"}));
   app.add_option("--record", options.record, "File for a report of what was done");
   CLI11_PARSE(app, argc, argv);
+  if (options.device == "cuda") {
+    options.choices.num_gpus = std::max(1, options.choices.num_gpus);
+    if (options.choices.transport.empty()) options.choices.transport = "inproc";
+    setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);  // NOLINT(concurrency-mt-unsafe)
+  } else {
+    options.choices.num_gpus = 0;
+  }
   return turnout::testing::soak(options);
 }

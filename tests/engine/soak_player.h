@@ -11,9 +11,10 @@ namespace turnout::testing {
 
 class Player {
  public:
-  Player(const Session& session, Buffer& buffer, std::vector<int> lanes, uint64_t script)
+  Player(const Session& session, Buffer& buffer, std::unique_ptr<Place> place, std::vector<int> lanes, uint64_t script)
       : s_(session),
         buffer_(buffer),
+        place_(std::move(place)),
         rank_(buffer.rank()),
         lanes_(std::move(lanes)),
         shared_(script),
@@ -34,6 +35,7 @@ class Player {
   struct Kept {
     int family = 0, variant = 0;
     core::Bytes out;
+    std::vector<TensorView> put;
     DispatchResult result;
   };
   struct Open {
@@ -41,7 +43,8 @@ class Player {
     std::unique_ptr<RankArguments> arguments;
     std::unique_ptr<Handle> handle;
     core::Bytes x, out;
-    std::unique_ptr<Kept> rows;  ///< whose lease holds the rows of a combine
+    std::vector<TensorView> put;  ///< memory of the place that the call uses
+    std::unique_ptr<Kept> rows;   ///< whose lease holds the rows of a combine
     std::optional<PendingDispatch> dispatch;
     std::optional<PendingCombine> combine;
   };
@@ -55,6 +58,20 @@ class Player {
   }
   const Family& family(int at) const { return s_.families[static_cast<size_t>(at)]; }
   void count(const std::string& what) { ++tally_[what]; }
+  TensorView put(Open& open, const TensorView& host) {
+    const TensorView there = place_->put(host);
+    if (there.defined()) open.put.push_back(there);
+    return there;
+  }
+  void give_back(const std::vector<TensorView>& put) {
+    for (const TensorView& t : put) place_->give_back(t);
+  }
+  /// What was issued has happened, and throws here if it failed.
+  void settle() {
+    if (s_.num_gpus == 0) return;
+    place_->finish();
+    buffer_.check();
+  }
 
   void do_step() {
     const int lane = shared_.one_of(lanes_);
@@ -88,17 +105,30 @@ class Player {
     RunChoices run;
     run.mode = shared_.one_of(kModes);
     if (family(at).map != map_) return;
-    const RankArguments arguments(family(at).variants[0], rank_, run);
+    RankArguments arguments(family(at).variants[0], rank_, run);
+    Open memory;
+    move_to_place(memory, arguments);
     DispatchArgs args = arguments.dispatch;
     args.lane = lane;
     if (rank_ == who) args.topk_idx = args.topk_weights = TensorView();
     try {
-      buffer_.dispatch(args);
+      const DispatchResult result = buffer_.dispatch(args);
+      settle();
     } catch (const InvalidArgument&) {
       count("refused");
+      give_back(memory.put);
       return;
     }
     throw std::runtime_error("a call that rank " + std::to_string(who) + " refused went well on rank " + std::to_string(rank_));
+  }
+
+  void move_to_place(Open& open, RankArguments& arguments) {
+    DispatchArgs& args = arguments.dispatch;
+    args.x = put(open, args.x);
+    args.topk_idx = put(open, args.topk_idx);
+    args.topk_weights = put(open, args.topk_weights);
+    for (TensorView& side : args.side) side = put(open, side);
+    args.stream = place_->stream();
   }
 
   void start_dispatch(int lane, int at, int variant, const Handle* handle) {
@@ -122,6 +152,7 @@ class Player {
       args.topk_idx = args.topk_weights = TensorView();
     }
     if (own_.chance(0.3)) spread(open, args.x);
+    move_to_place(open, *open.arguments);
     if (own_.chance(0.2)) into_out(open, p.dispatch, f.received[variant][static_cast<size_t>(rank_)]);
     count("dispatch " + std::string(name(p.dispatch.layout)) + " " + std::string(name(run.mode)) + (handle ? " cached" : ""));
     if (p.dispatch.quantize != Quantize::none) count("dispatch to " + std::string(name(p.dispatch.quantize)));
@@ -149,7 +180,7 @@ class Player {
   void into_out(Open& open, const core::DispatchProblem& d, const core::DispatchOutput& want) {
     const DType dtype = d.quantize == Quantize::none ? d.dtype : DType::fp8_e4m3;
     open.out.resize(static_cast<size_t>(want.array_rows * d.hidden) * size_of(dtype));
-    open.arguments->dispatch.out = TensorView::dense(open.out.data(), dtype, {want.array_rows, d.hidden});
+    open.arguments->dispatch.out = put(open, TensorView::dense(open.out.data(), dtype, {want.array_rows, d.hidden}));
     open.arguments->dispatch.result = ResultKind::automatic;
     count("dispatch out=");
   }
@@ -165,11 +196,14 @@ class Player {
     CombineArgs args = combine_args(p, f.combine[variant], f.received[0], rank_, *open.handle);
     args.lane = lane;
     args.mode = shared_.one_of(kModes);
-    if (own_.chance(0.5)) into_lease(open, args);
+    args.weights = put(open, args.weights);
+    args.side = put(open, args.side);
+    args.stream = place_->stream();
+    if (!own_.chance(0.5) || !into_lease(open, args)) args.y = put(open, args.y);
     if (own_.chance(0.3)) {
       const int64_t tokens = handle.num_tokens(), stride = p.hidden + own_.below(5);
       open.out.resize(static_cast<size_t>(tokens * stride) * size_of(p.dtype));
-      args.out = TensorView::matrix(open.out.data(), p.dtype, tokens, p.hidden, stride);
+      args.out = put(open, TensorView::matrix(open.out.data(), p.dtype, tokens, p.hidden, stride));
       count("combine out=");
     }
     count("combine " + std::string(name(p.dispatch.layout)) + " " + std::string(name(args.mode)) + " wire " + std::string(name(p.wire)));
@@ -186,7 +220,7 @@ class Player {
   }
 
   /// Writes the rows of a combine over those of a result of the same routing, if they fit there, as an expert in place does.
-  void into_lease(Open& open, CombineArgs& args) {
+  bool into_lease(Open& open, CombineArgs& args) {
     const auto fits = [&](const Kept& k) {
       const TensorView& x = k.result.x;
       return k.family == open.family && k.result.is_lease && x.ndim == 2 && x.shape[0] == args.y.shape[0] && x.shape[0] > 0 &&
@@ -194,16 +228,18 @@ class Player {
              static_cast<size_t>(args.y.shape[1]) * size_of(args.y.dtype) <= static_cast<size_t>(x.strides[0]) * size_of(x.dtype);
     };
     const auto found = std::find_if(kept_.begin(), kept_.end(), fits);
-    if (found == kept_.end()) return;
+    if (found == kept_.end()) return false;
     check(found->family, found->variant, found->result);
     open.rows = std::make_unique<Kept>(std::move(*found));
     kept_.erase(found);
     const TensorView& x = open.rows->result.x;
     const auto stride = static_cast<size_t>(x.strides[0]) * size_of(x.dtype);
     const auto width = static_cast<size_t>(args.y.shape[1]) * size_of(args.y.dtype);
-    for (int64_t i = 0; i < x.shape[0]; ++i) std::memcpy(static_cast<std::byte*>(x.data) + static_cast<size_t>(i) * stride, args.y.row(i), width);
-    args.y = TensorView::matrix(x.data, args.y.dtype, x.shape[0], args.y.shape[1], static_cast<int64_t>(stride / size_of(args.y.dtype)));
+    for (int64_t i = 0; i < x.shape[0]; ++i) place_->write(static_cast<std::byte*>(x.data) + static_cast<size_t>(i) * stride, args.y.row(i), width);
+    args.y =
+        TensorView::matrix(x.data, args.y.dtype, x.shape[0], args.y.shape[1], static_cast<int64_t>(stride / size_of(args.y.dtype)), place_->device());
     count("combine of rows in a lease");
+    return true;
   }
 
   void wait_for(size_t at) {
@@ -214,28 +250,33 @@ class Player {
   }
 
   void arrived(Open& open, DispatchResult result) {
+    settle();
     check(open.family, open.variant, result);
     count(result.is_lease ? "results in a lease" : "results in other memory");
     known_.push_back({open.family, result.handle});
-    kept_.push_back({open.family, open.variant, std::move(open.out), std::move(result)});
+    kept_.push_back({open.family, open.variant, std::move(open.out), std::move(open.put), std::move(result)});
   }
 
   void came_back(const Open& open, const CombineResult& result) {
     const Family& f = family(open.family);
     const RandomProblem& p = f.back[open.variant];
-    expect_combine(result, f.combined[open.variant][static_cast<size_t>(rank_)], p.dtype, p.hidden, p.with_side);
+    settle();
+    expect_combine(result, f.combined[open.variant][static_cast<size_t>(rank_)], p.dtype, p.hidden, p.with_side, *place_);
     count(kCompared);
+    give_back(open.put);
+    if (open.rows) give_back(open.rows->put);
   }
 
   void check(int at, int variant, const DispatchResult& result) {
     const Family& f = family(at);
-    expect_dispatch(result, f.received[variant][static_cast<size_t>(rank_)], f.variants[variant].dispatch);
+    expect_dispatch(result, f.received[variant][static_cast<size_t>(rank_)], f.variants[variant].dispatch, *place_);
     count(kCompared);
   }
 
   /// A result that was kept must still be what arrived.
   void forget(size_t at) {
     check(kept_[at].family, kept_[at].variant, kept_[at].result);
+    give_back(kept_[at].put);
     kept_.erase(kept_.begin() + static_cast<int64_t>(at));
   }
 
@@ -246,6 +287,7 @@ class Player {
  private:
   const Session& s_;
   Buffer& buffer_;
+  const std::unique_ptr<Place> place_;
   const int rank_;
   const std::vector<int> lanes_;
   Random shared_, own_;  ///< the script, and what a rank may choose alone

@@ -1,5 +1,6 @@
 // The ranks of a session as processes: forked, joined over the rendezvous, their tallies read from a pipe.
 #pragma once
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -17,6 +18,7 @@ namespace turnout::testing {
 [[noreturn]] inline void be_rank(const Session& s, int rank, int port, int out, const std::function<Tally(const Session&, Communicator&)>& play) {
   std::string words;
   int status = 0;
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
   try {
     LaunchInfo info;
     info.rank = info.local_rank = rank;

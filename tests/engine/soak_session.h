@@ -28,6 +28,7 @@ struct Family {
 
 struct Session {
   uint64_t seed = 0;
+  int num_gpus = 0;  ///< ranks are dealt to so many; 0: the host
   int num_ranks = 1, slow_rank = -1, num_buffers = 1, num_steps = 60;
   bool lane_threads = false, processes = false;
   CommunicatorOptions options;
@@ -38,9 +39,24 @@ struct Session {
 
 /// What a command line may fix.
 struct SoakChoices {
-  int num_ranks = 0;
+  int num_ranks = 0, num_gpus = 0;
   std::string transport;
 };
+
+/// On GPUs: what the script must not ask for there.
+inline void put_on_gpus(Session& s, int num_gpus) {
+  s.num_gpus = num_gpus;
+  // Processes where the driver has not been started here: all sessions of a run are of one kind.
+  s.processes = s.options.transport == "shm";
+  s.options.scheduler_seed = 0;
+  // Kernels that wait for each other must all fit on their GPU at once.
+  s.lane_threads = false;
+  s.num_buffers = 1;
+  s.config.receive_bytes = size_t{2} << 30;
+  s.config.staging_bytes = 0;
+  s.config.num_threads = 1;
+  s.config.timeouts.timeout = s.config.timeouts.busy_timeout = std::chrono::seconds(10);
+}
 
 inline void fit(RandomProblem& p, const Session& s, int map) {
   const auto experts = static_cast<int64_t>(s.config.num_experts);
@@ -147,6 +163,7 @@ inline Session random_session(uint64_t seed, const SoakChoices& choices) {
   if (random.chance(0.5)) c.staging_bytes = random.one_of(std::vector<size_t>{1, 4096, 65536});
   c.timeouts.timeout = c.timeouts.busy_timeout = std::chrono::seconds(60);
   for (int64_t n = random.between(3, 8); n > 0; --n) add_family(s, random, limits);
+  if (choices.num_gpus > 0) put_on_gpus(s, choices.num_gpus);
   return s;
 }
 

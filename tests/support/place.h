@@ -18,6 +18,8 @@ class Place {
   virtual Stream stream() const { return {}; }
   /// An input of a call, in the memory of the place.
   virtual TensorView put(const TensorView& host) { return host; }
+  /// Of put(): what was issued may still use it.
+  virtual void give_back(const TensorView&) {}
   /// Writes rows into memory that a result holds.
   virtual void write(void* to, const void* from, size_t num_bytes) { std::memcpy(to, from, num_bytes); }
   virtual void fill(void* to, int value, size_t num_bytes) { std::memset(to, value, num_bytes); }

@@ -129,7 +129,9 @@ struct RandomLimits {
   std::vector<RoutingKind> kinds{std::begin(kRoutingKinds), std::end(kRoutingKinds)};
   std::vector<Layout> layouts{Layout::rank_major, Layout::expert_major, Layout::expert_slab};
   std::vector<DType> dtypes{DType::bf16, DType::fp16, DType::fp32, DType::fp64, DType::u8, DType::i64};
+  std::vector<Wire> wires{Wire::payload, Wire::fp32, Wire::fp8, Wire::rows};
   bool exact = true, capacity = true, quantize = true, side = true, several_nodes = true;
+  bool aligned = false;  ///< rows of whole 128-byte blocks, side arrays of whole 16-byte words
 };
 
 /// A dispatch and the choices of a combine of it.
@@ -179,15 +181,20 @@ inline RandomProblem random_problem(uint64_t seed, const RandomLimits& limits) {
   for (int r = 0; r < limits.num_ranks; ++r) p.node_of_rank.push_back(static_cast<int>(random.below(num_nodes)));
   d.num_topk = static_cast<int>(random.between(1, limits.max_topk));
   d.hidden = random.between(1, limits.max_hidden);
+  if (limits.aligned) d.hidden = (d.hidden + 127) / 128 * 128;
   d.dtype = random.one_of(limits.dtypes);
   d.has_weights = random.chance(0.7);
   d.layout = random.one_of(limits.layouts);
   if (d.layout == Layout::expert_major) d.alignment = static_cast<int>(random.one_of(std::vector<int>{1, 1, 3, 8, 16}));
   const bool can_quantize = d.dtype == DType::bf16 || d.dtype == DType::fp16 || d.dtype == DType::fp32;
   if (limits.quantize && can_quantize && random.chance(0.3)) d.quantize = random.chance(0.5) ? Quantize::fp8_e4m3 : Quantize::fp8_e4m3_ue8m0;
+  if (limits.aligned && d.quantize != Quantize::none) {  // scales of whole 16-byte words, too
+    const int64_t to = d.quantize == Quantize::fp8_e4m3 ? 512 : 2048;
+    d.hidden = (d.hidden + to - 1) / to * to;
+  }
   for (int64_t i = limits.side ? random.below(3) : 0; i > 0; --i) {
     p.side_dtypes.push_back(random.one_of(std::vector<DType>{DType::fp32, DType::u8, DType::bf16}));
-    d.side_bytes.push_back(static_cast<size_t>(random.between(1, 5)) * size_of(p.side_dtypes.back()));
+    d.side_bytes.push_back(static_cast<size_t>(random.between(1, 5)) * (limits.aligned ? 16 : size_of(p.side_dtypes.back())));
   }
   for (int r = 0; r < limits.num_ranks; ++r) {
     core::DispatchInput& in = d.ranks.emplace_back();
@@ -200,13 +207,16 @@ inline RandomProblem random_problem(uint64_t seed, const RandomLimits& limits) {
   if (d.layout == Layout::expert_slab || (limits.capacity && (!limits.exact || random.chance(0.5)))) d.capacity = random_capacity(random, d);
 
   const bool by_rank = d.layout == Layout::rank_major;
-  p.dtype = random.one_of(std::vector<DType>{DType::bf16, DType::fp16, DType::fp32, DType::fp64});
+  p.dtype = random.one_of(limits.aligned ? std::vector<DType>{DType::bf16, DType::fp16}
+                                         : std::vector<DType>{DType::bf16, DType::fp16, DType::fp32, DType::fp64});
   p.hidden = random.chance(0.7) ? d.hidden : random.between(1, limits.max_hidden);
+  if (limits.aligned) p.hidden = (p.hidden + 7) / 8 * 8;
   p.apply = random.one_of(std::vector<CombineWeights>{CombineWeights::none, CombineWeights::source, CombineWeights::rows});
   if (p.apply == CombineWeights::source && (by_rank || !d.has_weights)) p.apply = CombineWeights::none;
-  p.wire = random.one_of(std::vector<Wire>{Wire::payload, Wire::fp32, Wire::fp8, Wire::rows});
+  p.wire = random.one_of(limits.wires);
   if (p.wire == Wire::rows && by_rank) p.wire = Wire::payload;
   p.with_side = random.chance(0.4);
+  if (limits.aligned && random.chance(0.6)) p.wire = Wire::payload, p.with_side = false;
   p.specials = limits.specials;
   return p;
 }

@@ -95,7 +95,8 @@ TEST(Command, BenchRefusesNumbers) {
 }
 
 TEST(Command, BenchRefusesWords) {
-  for (const char* option : {"placement", "model", "dtype", "mode", "layout", "op", "size", "result", "wire", "routing", "transport"}) {
+  for (const char* option :
+       {"placement", "model", "dtype", "mode", "layout", "op", "size", "result", "wire", "routing", "transport", "device", "launch"}) {
     expect_refused("bench --" + std::string(option) + " nonsense", "nonsense is unknown");
   }
   expect_refused("bench --model ''", "is unknown");
@@ -103,6 +104,12 @@ TEST(Command, BenchRefusesWords) {
   expect_refused("bench --wire rows", "needs --layout expert_major");
   expect_refused("bench --layout expert_slab", "needs --size capacity");
   expect_refused("bench --transport inproc", "needs --placement threads");
+  expect_refused("bench --launch graph --size capacity", "--launch graph needs --device cuda");
+  expect_refused("bench --launch graph --device cuda", "--launch graph needs --size capacity");
+  expect_refused("bench --launch graph --device cuda --size capacity --op construct", "does not go with --op construct");
+  expect_refused("bench --num-sms 8", "--num-sms 8 needs --device cuda");
+  for (const char* n : {"0", "-1", "2000", "x"}) expect_refused("bench --num-sms " + std::string(n), "1 to 1024");
+  for (const char* d : {"gpu", "cuda:", "cuda:-1", "cuda:0x", "cpu:1"}) expect_refused("bench --device " + std::string(d), "use cpu, cuda");
   expect_refused("bench --json ''", "--json needs the name");
   expect_refused("bench --json /", "is a folder");
   expect_refused("bench --json /does/not/exist.json", "cannot be written");
@@ -129,14 +136,29 @@ TEST(Command, BenchRefusesRoutings) {
 }
 
 TEST(Command, DemoAndSelftestRefuse) {
-  for (const char* option : {"placement", "dtype", "mode", "wire"})
+  for (const char* option : {"placement", "dtype", "mode", "wire", "device"})
     expect_refused("demo --" + std::string(option) + " nonsense", "nonsense is unknown");
   expect_refused("demo --text /does/not/exist", "cannot read the text file");
   expect_refused("demo --text /", "not a regular file");
   expect_refused("demo --ranks 0", "1 to 256");
   expect_refused("selftest --ranks 300", "1 to 256");
   expect_refused("selftest --transport nonsense", "nonsense is unknown");
+  expect_refused("selftest --device nonsense", "nonsense is unknown");
   expect_refused("selftest --json /does/not/exist.json", "cannot be written");
+}
+
+// Where there is no GPU the reason is that of `turnout version`, in one line; no rank is started.
+TEST(Command, WithoutAGpuThereIsAReason) {
+  const std::string about = ask("version").text, mark = "\ncuda: ";
+  if (about.find(mark + "0: ") != std::string::npos) GTEST_SKIP() << "there is a GPU";
+  const std::string reason = about.substr(about.find(mark) + mark.size());
+  for (const char* command : {"bench", "demo", "selftest"}) {
+    for (const char* device : {"cuda", "cuda:3"}) {
+      const Answer a = ask(std::string(command) + " --ranks 2 --device " + device);
+      EXPECT_EQ(a.status, 3) << a.text;
+      EXPECT_EQ(a.text, "turnout: --device " + std::string(device) + ": " + reason);
+    }
+  }
 }
 
 TEST(Command, JsonOnStandardOutputIsTheReportAlone) {
@@ -159,6 +181,19 @@ TEST(Command, EveryModelRuns) {
     EXPECT_NE(a.text.find("verified against the reference"), std::string::npos) << name << "\n" << a.text;
   }
   EXPECT_EQ(models, 12u);
+}
+
+// A rank that has nothing to say must not end the one that has.
+TEST(Command, AFailureIsToldByProcesses) {
+  const Folder folder;
+  std::string words;
+  for (int i = 0; i < 500; ++i) words += std::to_string(i * i) + "w ";
+  const std::string text = folder.file("words", words);
+  for (int i = 0; i < 5; ++i) {
+    const Answer a = ask("demo --corrupt --ranks 8 --text " + text);
+    EXPECT_EQ(a.status, 1) << a.text;
+    EXPECT_NE(a.text.find("FAIL: "), std::string::npos) << a.text;
+  }
 }
 
 // Bytes are those of rows that have a place: with a capacity of none nothing crosses.

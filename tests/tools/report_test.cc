@@ -27,6 +27,10 @@ std::string replaced(std::string text, const std::string& from, const std::strin
 TEST(Report, WhatIsWrittenIsOfTheSchema) {
   EXPECT_EQ(report_problems(to_json(example())), std::vector<std::string>{});
   EXPECT_NE(to_json(example()).find("\"schema\": 1"), std::string::npos);
+  Report gpu = example();
+  gpu.host.gpu = "2 x GPU";
+  EXPECT_EQ(report_problems(to_json(gpu)), std::vector<std::string>{});
+  EXPECT_EQ(report_problems(replaced(to_json(gpu), "\"2 x GPU\"", "2")), std::vector<std::string>{"host.gpu is a number, not a string"});
 }
 
 TEST(Report, RecordsAreOfTheSchemaAndSayOfWhatTree) {

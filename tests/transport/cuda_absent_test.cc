@@ -23,6 +23,19 @@ TEST(CudaAbsent, CallersGetAReason) {
   EXPECT_EQ(cuda_device_reason(0), reason);
 }
 
+TEST(CudaAbsent, ToolsGetTheReason) {
+  const DeviceCopy copies[] = {{0, 1}, {1, DeviceCopy::kHost}};
+  for (const std::function<void()>& call : {std::function<void()>([] { num_cuda_sms(0); }), std::function<void()>([] { open_device_stream(0); }),
+                                            std::function<void()>([&] { copy_GBps(copies); })}) {
+    try {
+      call();
+      ADD_FAILURE() << "done";
+    } catch (const TransportError& error) {
+      EXPECT_EQ(error.what(), cuda_reason());
+    }
+  }
+}
+
 TEST(CudaAbsent, OpeningAWindowFailsAlikeOnAllRanks) {
   run_ranks(3, [](Bootstrap& bootstrap) {
     const auto host = make_inproc(bootstrap, 0);

@@ -34,6 +34,8 @@ typedef struct turnout_buffer_config {
   int64_t busy_timeout_ms;       /* local: for a living peer that has not come to the call; 0: 30 min */
   int64_t report_every_ms;       /* local: a log line names who is waited for; 0: 30 s */
   int32_t touch_pages;           /* local: non-zero writes the receive region's pages before the first call */
+  int32_t device_kind;           /* turnout_device_kind of tokens and results, the same on all ranks */
+  int32_t device_index;          /* local: which GPU of this process; on the CPU 0 */
 } turnout_buffer_config;
 
 /* Memory for results that are not leases. Calls may come from any thread. */
@@ -73,6 +75,8 @@ typedef struct turnout_dispatch_args {
   int32_t receive;              /* turnout_receive; of dispatch_async */
   int32_t on_failure;           /* turnout_on_failure; mask is not in this version */
   int32_t lane;
+  int32_t num_sms; /* GPU: most multiprocessors that the call takes; 0: as many as it gains from */
+  void* stream;    /* GPU: the cudaStream_t whose order the call keeps; null: the default stream. On the CPU null. */
 } turnout_dispatch_args;
 
 /* Sends each token to the ranks of its experts and returns what arrived here. Collective: all ranks make the same calls on a
@@ -135,6 +139,8 @@ typedef struct turnout_combine_args {
   int32_t mode;                 /* turnout_mode */
   int32_t on_failure;           /* turnout_on_failure; mask is not in this version */
   int32_t lane;
+  int32_t num_sms; /* as in turnout_dispatch_args */
+  void* stream;    /* as in turnout_dispatch_args */
 } turnout_combine_args;
 
 /* Brings the rows of a dispatch back to their tokens and adds them. Collective. Errors as turnout_dispatch. */
@@ -163,6 +169,10 @@ TURNOUT_API turnout_status turnout_buffer_check(turnout_buffer* buffer);
 TURNOUT_API turnout_status turnout_buffer_synchronize(turnout_buffer* buffer);
 /* Ends the abort that an expired wait left. Collective; every pending call is lost. Errors: PEER_TIMEOUT, TRANSPORT_ERROR. */
 TURNOUT_API turnout_status turnout_buffer_recover(turnout_buffer* buffer);
+/* GPU, collective, no call under way: gives the symmetric memory back (leases lose their rows) / maps fresh memory at the same
+ * addresses. Errors: INVALID_ARGUMENT (on a CPU, or out of turn), TRANSPORT_ERROR (no memory; memory that cudaIpc shares). */
+TURNOUT_API turnout_status turnout_buffer_suspend(turnout_buffer* buffer);
+TURNOUT_API turnout_status turnout_buffer_resume(turnout_buffer* buffer);
 /* Later calls are INVALID_ARGUMENT. Local, idempotent. */
 TURNOUT_API turnout_status turnout_buffer_close(turnout_buffer* buffer);
 

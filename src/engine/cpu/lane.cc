@@ -3,6 +3,7 @@
 #include "engine/cpu/lane.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "transport/idler.h"
 #include "util/log.h"
@@ -187,8 +188,10 @@ void Lane::check_patience(const Call& call, Patience& patience) {
     closed = closed && !left;
   }
   // What a peer sent before it left may still be landing: it is given a moment without any progress.
-  if (gone.empty()) patience.gone_since.reset();
+  // When it is over there is one more look: this thread may have slept since the last one.
+  if (gone.empty()) patience.gone_since.reset(), patience.looks_once_more = false;
   else if (!patience.gone_since) patience.gone_since = now;
+  else if (now - *patience.gone_since > kLandingTime && !std::exchange(patience.looks_once_more, true)) return;
   else if (now - *patience.gone_since > kLandingTime) expire(call, waiting, gone, closed ? "closed" : "gone", waited, true);
 
   const auto ranks = static_cast<size_t>(context_->num_ranks);

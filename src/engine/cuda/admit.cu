@@ -1,8 +1,10 @@
 // Second kernel of a dispatch: which pairs are admitted, where their rows go in the result, and what the result says about
 // itself (counts, offsets, sorted rows). One block makes the tables; then all blocks go over the received ids.
+#include "engine/cuda/device/dispatch.cuh"
 #include "engine/cuda/device/header.cuh"
 #include "engine/cuda/device/rows.cuh"
 #include "engine/cuda/kernels.h"
+#include "engine/cuda/launch.h"
 
 namespace turnout::engine::cuda {
 namespace {
@@ -128,7 +130,29 @@ __device__ int64_t prefix_offsets(const DispatchArgs& a, int local) {
   return begin;
 }
 
-__device__ void make_tables(const DispatchArgs& a, int local) {
+/// What the result says about itself, from the counts of what is admitted. The block calls it.
+__device__ void finish_tables(const DispatchArgs& a, int local, int64_t all_pairs, int64_t asked) {
+  const Routing& r = a.routing;
+  int64_t admitted = 0;
+  for (int e = static_cast<int>(threadIdx.x); e < local; e += kThreads) admitted += __ldcg(r.expert_counts + e);
+  admitted = block_sum(admitted);
+  if (warp_id() == 0) {
+    const int64_t rows = prefix_offsets(a, local), token_rows = r.recv_begin[a.common.team.num_ranks];
+    if (lane_id() == 0) {
+      *r.num_rows = a.layout == Layout::rank_major ? token_rows : a.layout == Layout::expert_major ? rows : admitted;
+      *r.num_dropped = a.layout == Layout::rank_major ? asked - token_rows : all_pairs - admitted;
+    }
+  }
+  __syncthreads();
+}
+
+struct Totals {
+  int64_t pairs, asked;
+  bool fits;  ///< else it takes a look at the ids of received rows to know what is admitted
+};
+
+/// Tables from the counts alone, as they are if everything is admitted.
+__device__ Totals make_tables(const DispatchArgs& a, int local) {
   const Routing& r = a.routing;
   const int num_ranks = a.common.team.num_ranks, me = a.common.team.rank;
   int64_t pairs = 0, full = 0;
@@ -149,24 +173,30 @@ __device__ void make_tables(const DispatchArgs& a, int local) {
   for (int s = 0; s < num_ranks; ++s) asked += r.rows[s * num_ranks + me];
   if (threadIdx.x == 0) r.cut[0] = static_cast<int32_t>(token_rows), r.cut[1] = 0;
   __syncthreads();
-  if (a.layout == Layout::expert_major && a.capacity >= 0 && all_rows > a.capacity) {
+  const bool fits =
+      a.capacity < 0 || a.layout == Layout::expert_slab || (a.layout == Layout::expert_major ? all_rows <= a.capacity : asked <= token_rows);
+  if (fits) finish_tables(a, local, all_pairs, asked);
+  return {all_pairs, asked, fits};
+}
+
+/// The same where not everything fits.
+__device__ void cut_tables(const DispatchArgs& a, int local, const Totals& totals) {
+  const Routing& r = a.routing;
+  if (a.layout == Layout::expert_major) {
     find_cut(a, local);
-  } else if (a.layout == Layout::rank_major && a.capacity >= 0 && asked > token_rows) {
+  } else {
     for (int e = static_cast<int>(threadIdx.x); e < local; e += kThreads) r.expert_counts[e] = 0;
     __syncthreads();
-    count_pairs(a, 0, token_rows, r.expert_counts);
+    count_pairs(a, 0, r.recv_begin[a.common.team.num_ranks], r.expert_counts);
   }
-  int64_t admitted = 0;
-  for (int e = static_cast<int>(threadIdx.x); e < local; e += kThreads) admitted += __ldcg(r.expert_counts + e);
-  admitted = block_sum(admitted);
-  if (warp_id() == 0) {
-    const int64_t rows = prefix_offsets(a, local);
-    if (lane_id() == 0) {
-      *r.num_rows = a.layout == Layout::rank_major ? token_rows : a.layout == Layout::expert_major ? rows : admitted;
-      *r.num_dropped = a.layout == Layout::rank_major ? asked - token_rows : all_pairs - admitted;
-    }
-  }
+  finish_tables(a, local, totals.pairs, totals.asked);
+}
+
+/// For the blocks of this and of the next kernel.
+__device__ void tell(const DispatchArgs& a, int flag, uint32_t epoch) {
+  __threadfence();
   __syncthreads();
+  if (threadIdx.x == 0) store_release_gpu(&a.flags[flag], epoch);
 }
 
 __device__ __forceinline__ int source_of(const int32_t* begins, int num_ranks, int64_t row) {
@@ -175,31 +205,51 @@ __device__ __forceinline__ int source_of(const int32_t* begins, int num_ranks, i
   return s;
 }
 
-/// Where each received pair goes.
+/// Where each received pair goes. A thread does a few at a time, so that their loads overlap.
 __device__ void place_pairs(const DispatchArgs& a, const int32_t* begins, int local, int64_t first, int64_t step) {
+  constexpr int kEach = 4;
   const Routing& r = a.routing;
   const Received in = received(a);
   const int num_ranks = a.common.team.num_ranks, topk = a.num_topk;
   const int64_t rows = begins[num_ranks], cut_row = __ldcg(r.cut), cut_k = __ldcg(r.cut + 1);
-  for (int64_t i = first; i < rows * topk; i += step) {
-    const int64_t row = i / topk, k = i % topk;
-    const int e = __ldcg(in.idx + i);
-    const float weight = a.has_weights ? __ldcg(in.weights + i) : 0.0f;
-    r.recv_idx[i] = e;
-    if (a.has_weights) r.recv_weights[i] = weight;
-    if (e < 0) {
-      if (a.layout != Layout::rank_major) r.position[i] = -1;
-      continue;
+  for (int64_t i0 = first; i0 < rows * topk; i0 += kEach * step) {
+    int expert[kEach], pair[kEach], base[kEach];
+    float weight[kEach];
+    int64_t offset[kEach];
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+      const int64_t i = i0 + j * step;
+      const bool in_range = i < rows * topk;
+      expert[j] = in_range ? __ldcg(in.idx + i) : -1;
+      pair[j] = in_range ? __ldcg(in.pair + i) : 0;
+      weight[j] = in_range && a.has_weights ? __ldcg(in.weights + i) : 0.0f;
     }
-    const int64_t nth = static_cast<int64_t>(__ldcg(r.expert_base + source_of(begins, num_ranks, row) * local + e)) + __ldcg(in.pair + i);
-    const int64_t at = __ldcg(r.expert_offsets + e) + nth;
-    if (a.layout == Layout::rank_major) {
-      r.sorted_rows[at] = static_cast<int32_t>(row);
-      continue;
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+      const int e = expert[j];
+      base[j] = e >= 0 ? __ldcg(r.expert_base + source_of(begins, num_ranks, (i0 + j * step) / topk) * local + e) : 0;
+      offset[j] = e >= 0 ? __ldcg(r.expert_offsets + e) : 0;
     }
-    const bool fits = a.layout == Layout::expert_slab ? nth < a.capacity : row < cut_row || (row == cut_row && k < cut_k);
-    r.position[i] = fits ? static_cast<int32_t>(at) : -1;
-    if (fits && a.has_weights) r.row_weights[at] = weight;
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+      const int64_t i = i0 + j * step, row = i / topk, k = i % topk;
+      if (i >= rows * topk) break;
+      const int e = expert[j];
+      r.recv_idx[i] = e;
+      if (a.has_weights) r.recv_weights[i] = weight[j];
+      if (e < 0) {
+        if (a.layout != Layout::rank_major) r.position[i] = -1;
+        continue;
+      }
+      const int64_t nth = static_cast<int64_t>(base[j]) + pair[j], at = offset[j] + nth;
+      if (a.layout == Layout::rank_major) {
+        r.sorted_rows[at] = static_cast<int32_t>(row);
+        continue;
+      }
+      const bool fits = is_admitted(a, nth, row, k, cut_row, cut_k);
+      r.position[i] = fits ? static_cast<int32_t>(at) : -1;
+      if (fits && a.has_weights) r.row_weights[at] = weight[j];
+    }
   }
 }
 
@@ -228,35 +278,46 @@ __device__ void fill_rest(const DispatchArgs& a, const int32_t* begins, int loca
   }
 }
 
-__global__ void __launch_bounds__(kThreads, 1) admit_kernel(const __grid_constant__ DispatchArgs a) {
-  __shared__ int32_t begins[kMaxRanks + 1];
+__device__ void admit(const DispatchArgs& a, Call call, int32_t* begins) {
   const Common& c = a.common;
-  const Call call = call_of(c);
-  if (is_over(c, call)) return;
   const int local = a.num_local;
-  const int role = take_role(c, call, kRoleTicket);
-  if (!wait_meta(a, call)) return;
-  if (role == 0) {
-    make_tables(a, local);
-    if (threadIdx.x == 0) {
-      __threadfence();
-      store_release_gpu(&a.flags[kAdmitted], call.epoch);
+  if (a.chained) {
+    const bool planned = threadIdx.x == 0 ? wait_local(c, call.epoch, &a.flags[kPlanReady]) : true;
+    if (!__syncthreads_and(planned)) return;
+    let_next_start();
+  }
+  // One block waits for what peers send, and for all: many polling threads would slow down what they wait for.
+  if (take_role(c, call, kRoleTicket) == 0) {
+    const Totals totals = make_tables(a, local);
+    if (totals.fits) tell(a, kCounted, call.epoch);
+    if (!wait_meta(a, call)) return;
+    if (!totals.fits) {
+      cut_tables(a, local, totals);
+      tell(a, kCounted, call.epoch);
     }
+    tell(a, kAdmitted, call.epoch);
   }
   const bool ready = threadIdx.x == 0 ? wait_local(c, call.epoch, &a.flags[kAdmitted]) : true;
   if (!__syncthreads_and(ready)) return;
-  for (int s = static_cast<int>(threadIdx.x); s <= c.team.num_ranks; s += kThreads) begins[s] = a.routing.recv_begin[s];
+  for (int s = static_cast<int>(threadIdx.x); s <= c.team.num_ranks; s += kThreads) begins[s] = __ldcg(&a.routing.recv_begin[s]);
   __syncthreads();
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x, step = static_cast<int64_t>(gridDim.x) * kThreads;
   place_pairs(a, begins, local, first, step);
   fill_rest(a, begins, local, first, step);
 }
 
+__global__ void __launch_bounds__(kThreads, 1) admit_kernel(const __grid_constant__ DispatchArgs a) {
+  __shared__ int32_t begins[kMaxRanks + 1];
+  const Call call = call_of(a.common);
+  if (a.move_blocks <= DispatchArgs::kFewBlocks) let_next_start();
+  if (!is_over(a.common, call)) admit(a, call, begins);
+  wait_for_previous();  // whoever waits for this kernel has waited for the one before it too
+}
+
 }  // namespace
 
 cudaError_t launch_admit(const DispatchArgs& a, int blocks, cudaStream_t stream) {
-  admit_kernel<<<blocks, kThreads, 0, stream>>>(a);
-  return cudaGetLastError();
+  return launch_kernel(admit_kernel, blocks, kThreads, 0, stream, a.chained, a);
 }
 cudaError_t prepare_admit() {
   cudaFuncAttributes unused;

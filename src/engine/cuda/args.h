@@ -21,12 +21,16 @@ struct Team {
 
 /// Where a wait stood when it gave up; in host-visible memory, written once (kState last).
 struct DeviceRecord {
-  /// 0: none; 1: a wait expired, the Buffer is aborted; else one call failed on all ranks: 2: ranks disagree about facts, 3: a rank
-  /// refused, 4: an id is out of range (value) at token `expected`, entry k.
+  /// 0: none; 1: a wait expired, the Buffer is aborted, 5: so it is, because the peer waited for is lost (value: how); else one call
+  /// failed on all ranks: 2: ranks disagree about facts, 3: a rank refused, 4: an id is out of range (value) at token `expected`, entry k.
   uint64_t state = 0;
   int32_t finder = -1, peer = -1, lane = 0, call = 0, phase = 0, k = 0;
   int64_t epoch = 0, expected = 0, seen = 0, value = 0;
 };
+
+inline constexpr uint64_t kExpired = 1, kLostPeer = 5;
+/// Why a peer is lost: its process has ended, or it has closed its Buffer.
+inline constexpr uint32_t kGone = 1, kClosed = 2;
 
 /// In the page of the arena's status word: why whoever gave up did so.
 inline constexpr size_t kAbortRecordOffset = 128;
@@ -39,6 +43,7 @@ struct HostWords {
   uint64_t abort = 0;   ///< set by the host: stop waiting (a process died, another rank aborted)
   uint64_t status = 0;  ///< set by kernels once the Buffer is aborted: what user code and check() look at
   DeviceRecord record;
+  uint32_t lost[kMaxRanks] = {};  ///< set by the host: who will not come any more, and why; only waits for them end
 };
 
 /// Per Buffer, in this GPU's memory. Words that kernels read when they start, so that no argument changes between replays.
@@ -57,6 +62,7 @@ struct LaneControl {
   uint32_t tickets[16][kNumTickets] = {};  ///< [copy]
   uint32_t failed = 0;                     ///< epoch of the last call that was refused or that ranks disagreed about: its kernels do nothing
   uint32_t bad_ids = 0;                    ///< epoch of the last call whose ids were out of range here: it tells its peers
+  uint32_t started[kMaxChannels] = {};     ///< epoch of the last low_latency call in which block b has started
 };
 
 /// Owner and local number of every expert: device memory that set_expert_to_rank() rewrites in stream order.
@@ -109,6 +115,11 @@ struct Common {
   LaneControl* lane_control = nullptr;
   HostWords* host = nullptr;
   const ExpertTable* experts = nullptr;
+  /// The same arrays as in `experts`, whose addresses never change: one load less before the first row is sent.
+  const int32_t* owner = nullptr;  ///< [P]
+  const int32_t* local = nullptr;  ///< [P]
+  int num_experts = 0;
+  int max_local = 0;
   int lane = 0;
   /// The call is the one issued `back` calls ago on its lane (0: the one being issued: its epoch is the word in LaneControl + 1).
   int back = 0;
@@ -157,6 +168,11 @@ struct DispatchArgs {
   // The result. Straight: rank_major rows stay where they landed (a lease).
   bool straight = false;
   int move_blocks = 1;  ///< grid of the move kernel
+  /// plan, admit and move follow each other without anything between: each may start while the one before it runs, and waits for
+  /// what it needs of it. A move kernel of more than kFewBlocks starts only when all ranks have told their counts: before that it
+  /// could keep out, for as long as a peer is late, what the peer waits for (a collective of another library, say).
+  bool chained = false;
+  static constexpr int kFewBlocks = 32;
   Layout layout = Layout::rank_major;
   int64_t capacity = -1;  ///< of the layout; -1: exact
   int alignment = 1;
@@ -171,7 +187,7 @@ struct DispatchArgs {
 
   // Scratch of the lane, in this GPU's memory.
   int32_t* chunk_counts = nullptr;     ///< [kMaxChunks][R + P]
-  uint32_t* flags = nullptr;           ///< [kMaxChunks + kNumFlags] local signals: epochs
+  uint32_t* flags = nullptr;           ///< [kNumFlags] local signals: epochs
   int64_t* counts_for_host = nullptr;  ///< exact: mapped [R * R + max_local + 2], the last word is the epoch
 };
 
@@ -198,14 +214,36 @@ TURNOUT_HOST_DEVICE constexpr int64_t side_offset(const DispatchArgs& a, const B
   return at;
 }
 
+/// What a rank says in its offer about the rows that it sends and receives.
+TURNOUT_HOST_DEVICE constexpr uint32_t offered_channels(const DispatchArgs& a) {
+  return static_cast<uint32_t>(a.move_blocks) | (a.straight ? kRowsStay : 0);
+}
+
 /// Tokens are counted in at most so many chunks.
 inline constexpr int kMaxChunks = 64;
 /// Local signals after the chunks' own (in DispatchArgs::flags).
-enum LocalFlag : int { kPlanReady = kMaxChunks, kAdmitted, kNumFlags };
+enum LocalFlag : int {
+  kPlanReady = kMaxChunks,  ///< headers have come, tables of rows are made
+  kCounted,                 ///< counts and offsets of experts are those of the result
+  kAdmitted,                ///< ids of received rows have come too
+  kPlaced,                  ///< kPlaced + chunk: its pairs have their places
+  kNumFlags = kPlaced + kMaxChunks
+};
 /// Channels of a source: one per chunk of meta data, then one per block that announces rows.
 inline constexpr int kRowChannels = kMaxChunks;
-/// Tickets of a call, in LaneControl::tickets.
-enum Ticket : int { kChunkTicket, kRoleTicket, kTokenTicket, kRowTicket, kPushTicket, kReduceTicket };
+/// Tickets of a call, in LaneControl::tickets: work that blocks share out, and roles that go by the order in which blocks start.
+enum Ticket : int {
+  kChunkTicket,        ///< plan: chunks of tokens
+  kMetaRoleTicket,     ///< meta: who makes the tables
+  kRoleTicket,         ///< admit and combine: who waits for what peers say
+  kTokenTicket,        ///< move: tokens to send,
+  kOwnTicket,          ///<   rows that stay,
+  kRowTicket,          ///<   rows that arrive
+  kSendRoleTicket,     ///< move: who sends
+  kReceiveRoleTicket,  ///< move, straight: who waits for the others
+  kPushTicket,         ///< combine: partial sums for others,
+  kReduceTicket        ///<   own tokens
+};
 
 /// Tokens are cut into chunks alike on every rank, so that all know how many chunks a source has.
 TURNOUT_HOST_DEVICE constexpr int64_t chunk_tokens(int64_t num_tokens) {
@@ -245,12 +283,9 @@ struct CombineArgs {
   size_t block = 0;
   int64_t block_rows = 0;       ///< room; at least the sum of routing.sent
   int64_t record_bytes = 0;     ///< stride of a record, a multiple of 128
-  int64_t wire_row_bytes = 0;   ///< one row in the form of the wire, scales behind its elements
   int64_t side_offset = 0;      ///< in a record: [K] scalars
   int64_t mask_offset = 0;      ///< in a record: 64-bit mask of the k's that are in the sum
-  int64_t rows_per_record = 1;  ///< wire = rows: K rows, each at k * wire_row_stride
-  int64_t wire_row_stride = 0;
-  uint32_t* flags = nullptr;  ///< local signals, as in DispatchArgs
+  int64_t wire_row_stride = 0;  ///< wire = rows: K rows, each at k * wire_row_stride
 };
 
 }  // namespace turnout::engine::cuda

@@ -5,6 +5,7 @@
 #include "engine/cuda/engine.h"
 #include "engine/cuda/kernels.h"
 #include "engine/cuda/pending.h"
+#include "engine/cuda/throughput/bulk.h"
 #include "transport/device/driver.h"
 
 namespace turnout::engine::cuda {
@@ -20,10 +21,10 @@ int64_t up(int64_t n, int64_t to) { return core::align_up(n, to); }
 void shape_record(CombineArgs& a) {
   const core::WireForm form = core::wire_form(a.wire, a.dtype);
   const auto size = static_cast<int64_t>(size_of(form.dtype));
-  a.wire_row_bytes = form.block_scaled ? (a.hidden + 3) / 4 * 4 + form.num_scales(a.hidden) * 4 : a.hidden * size;
-  a.rows_per_record = a.wire == Wire::rows ? a.num_topk : 1;
-  a.wire_row_stride = up(a.wire_row_bytes, 16);
-  a.side_offset = a.rows_per_record * a.wire_row_stride;
+  // Scales lie behind the elements. wire = rows: a row for each k.
+  const int64_t row_bytes = form.block_scaled ? (a.hidden + 3) / 4 * 4 + form.num_scales(a.hidden) * 4 : a.hidden * size;
+  a.wire_row_stride = up(row_bytes, 16);
+  a.side_offset = (a.wire == Wire::rows ? a.num_topk : 1) * a.wire_row_stride;
   const int64_t scalars = (a.has_side ? a.num_topk : 0) + (a.wire == Wire::rows && a.apply != CombineWeights::none ? a.num_topk : 0);
   // Weights lie behind the places of the side scalars, whether there are any or not.
   a.mask_offset = up(a.side_offset + (scalars ? 2 * a.num_topk * 4 : 0), 8);
@@ -32,12 +33,31 @@ void shape_record(CombineArgs& a) {
 
 }  // namespace
 
+/// The result: rows, num_lost, scalars.
+void Engine::place_sums(const turnout::CombineArgs& args, CombineArgs& a, std::shared_ptr<Hold>* result, cudaStream_t stream) const {
+  const int64_t row_bytes = a.hidden * static_cast<int64_t>(size_of(a.dtype));
+  a.out_stride = up(row_bytes, 16);
+  const int64_t x_bytes = args.out.defined() ? 0 : up(a.num_tokens * a.out_stride, 128);
+  const int64_t lost_bytes = up(a.num_tokens * 4, 128), side_bytes = a.has_side ? a.num_tokens * a.num_topk * 4 : 0;
+  *result = std::make_shared<Hold>(shared_, shared_->results, static_cast<size_t>(std::max<int64_t>(x_bytes + lost_bytes + side_bytes, 128)), stream);
+  std::byte* base = (*result)->data();
+  a.out = base;
+  if (args.out.defined()) {
+    a.out = static_cast<std::byte*>(args.out.data);
+    a.out_stride = args.out.strides[0] * static_cast<int64_t>(size_of(args.out.dtype));
+  }
+  a.num_lost = reinterpret_cast<int32_t*>(base + x_bytes);
+  a.out_side = a.has_side ? reinterpret_cast<float*>(base + x_bytes + lost_bytes) : nullptr;
+}
+
 std::unique_ptr<DevicePending> Engine::combine(const turnout::CombineArgs& args, const CallFacts& facts, const RoutingFacts& routing,
                                                std::shared_ptr<const DeviceRouting> handle, bool receive_now) {
   CurrentDevice current(device_);
   std::lock_guard lock(mutex_);
+  require_memory();
   raise_failure();
   const auto stream = static_cast<cudaStream_t>(args.stream.native);
+  note_stream(stream);
   auto pending = std::make_unique<PendingCall>(shared_from_this(), args.lane, stream);
   pending->routing = std::static_pointer_cast<const RoutingMemory>(handle);
   CombineArgs& a = pending->combine;
@@ -59,8 +79,11 @@ std::unique_ptr<DevicePending> Engine::combine(const turnout::CombineArgs& args,
   a.num_topk = routing.num_topk;
   a.routing = pending->routing->view;
   a.node_of_rank = topology_.num_nodes() > 1 ? node_of_rank_ : nullptr;
-  a.flags = lanes_[static_cast<size_t>(args.lane)].flags;
   shape_record(a);
+  if (is_low_latency(a)) {
+    combine_low_latency(args, *pending);
+    return pending;
+  }
   // Room for what may come back: known for exact size, else each token from as many ranks as it can have gone to.
   const int64_t records = pending->routing->sent_total >= 0 ? pending->routing->sent_total : a.num_tokens * std::min(num_ranks_, a.num_topk);
   a.block_rows = records;
@@ -72,24 +95,11 @@ std::unique_ptr<DevicePending> Engine::combine(const turnout::CombineArgs& args,
   }
   pending->block = std::make_shared<Hold>(shared_, *lease);
   a.block = lease->block.offset;
-  // The result: rows, num_lost, scalars.
-  const int64_t row_bytes = a.hidden * static_cast<int64_t>(size_of(a.dtype));
-  a.out_stride = up(row_bytes, 16);
-  const int64_t x_bytes = args.out.defined() ? 0 : up(a.num_tokens * a.out_stride, 128);
-  const int64_t lost_bytes = up(a.num_tokens * 4, 128), side_bytes = a.has_side ? a.num_tokens * a.num_topk * 4 : 0;
-  pending->result =
-      std::make_shared<Hold>(shared_, shared_->results, static_cast<size_t>(std::max<int64_t>(x_bytes + lost_bytes + side_bytes, 128)), stream);
-  std::byte* base = pending->result->data();
-  a.out = base;
-  if (args.out.defined()) {
-    a.out = static_cast<std::byte*>(args.out.data);
-    a.out_stride = args.out.strides[0] * static_cast<int64_t>(size_of(args.out.dtype));
-  }
-  a.num_lost = reinterpret_cast<int32_t*>(base + x_bytes);
-  a.out_side = a.has_side ? reinterpret_cast<float*>(base + x_bytes + lost_bytes) : nullptr;
+  place_sums(args, a, &pending->result, stream);
 
   LaneState& lane = lanes_[static_cast<size_t>(args.lane)];
-  check(launch_combine(a, true, receive_now, blocks(args.num_sms > 0 ? args.num_sms : num_sms_), stream), "combine kernel");
+  const int sms = args.num_sms > 0 ? args.num_sms : num_sms_;
+  check(launch_combine(a, true, receive_now, receive_now && can_combine_bulk(a) ? bulk_blocks(sms) : blocks(sms), stream), "combine kernel");
   ++lane.num_sends;
   ++lane.outstanding;
   pending->epoch = lane.num_sends;
@@ -100,6 +110,7 @@ std::unique_ptr<DevicePending> Engine::combine(const turnout::CombineArgs& args,
 
 void PendingCall::join() {
   std::lock_guard lock(engine_->mutex_);
+  if (generation != engine_->generation_) throw InvalidArgument("the call was lost in recover()");
   --engine_->lanes_[static_cast<size_t>(lane)].outstanding;
 }
 

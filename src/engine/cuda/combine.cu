@@ -1,18 +1,15 @@
 // Combine, the general form: every dtype, wire, layout and weight. The expert side sums the rows of a (token, source) in k order
 // and writes one record to the source's block; the source adds the records of a token, ranks ascending within a node, nodes
 // ascending. What is on the own rank is summed where it is added, rounded as if it had crossed. A warp does a row.
-#include "engine/cuda/device/chunk.cuh"
-#include "engine/cuda/device/header.cuh"
+#include "engine/cuda/device/combine.cuh"
+#include "engine/cuda/device/tickets.cuh"
 #include "engine/cuda/kernels.h"
+#include "engine/cuda/throughput/bulk.h"
 
 namespace turnout::engine::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-
-__device__ __forceinline__ float weight_at(const CombineArgs& a, int64_t row) {
-  return a.weights_are_bf16 ? core::bf16_to_float(static_cast<const uint16_t*>(a.weights)[row]) : static_cast<const float*>(a.weights)[row];
-}
 
 /// Row of y and weight of entry k of received row `n`; false if there is none.
 struct Term {
@@ -82,9 +79,9 @@ __device__ __forceinline__ Chunk<T> row_chunk(const CombineArgs& a, int64_t n, i
   return load_chunk<T>(a.dtype, a.y + t.row * a.y_stride, begin, a.hidden);
 }
 
-/// The record of received row `n` for its source.
+/// The record of received row `n` for its source; returns its mask.
 template <class T>
-__device__ void write_record(const CombineArgs& a, core::WireForm form, int64_t n, std::byte* record) {
+__device__ uint64_t write_record(const CombineArgs& a, core::WireForm form, int64_t n, std::byte* record) {
   const uint64_t mask = mask_of(a, n);
   for (int64_t base = 0; mask && base < a.hidden; base += kWarpChunk) {
     const int64_t begin = base + lane_id() * kChunk;
@@ -107,23 +104,28 @@ __device__ void write_record(const CombineArgs& a, core::WireForm form, int64_t 
     if (a.wire == Wire::rows && a.apply != CombineWeights::none) scalars[a.num_topk + k] = t.weight;
   }
   if (lane_id() == 0) *reinterpret_cast<uint64_t*>(record + a.mask_offset) = mask;
+  return mask;
 }
 
+/// By ticket, all sources in turn: a block waits for partial sums only when blocks that have started have taken all of this rank's.
 template <class T>
-__device__ void send_partials(const CombineArgs& a, core::WireForm form, const Offer* offers, const int32_t* begins, Call call, int64_t first,
-                              int64_t step) {
+__device__ void send_partials(const CombineArgs& a, core::WireForm form, const Offer* offers, const int32_t* begins, Call call) {
   const Common& c = a.common;
-  const int num_ranks = c.team.num_ranks, me = c.team.rank;
-  for (int away = 1; away < num_ranks; ++away) {
-    const int s = (me + away) % num_ranks;
-    for (int64_t i = first; i < begins[s + 1] - begins[s]; i += step) {
-      std::byte* record = offered_block(c, s, offers[s]) + (a.routing.record_begin[s] + i) * a.record_bytes;
-      write_record<T>(a, form, begins[s] + i, record);
-      __syncwarp();
-      if (lane_id() == 0) {
-        fence_system();
-        store_release(reinterpret_cast<uint64_t*>(c.team.base[s] + c.arena.row_at(c.lane, call.copy, me, i)), signal_of(call.epoch, 0));
-      }
+  const int num_ranks = c.team.num_ranks, me = c.team.rank, others = num_ranks - 1;
+  int most = 0;
+  for (int s = 0; s < num_ranks; ++s) most = s == me ? most : max(most, begins[s + 1] - begins[s]);
+  Tickets tickets(&c.lane_control->tickets[call.copy][kPushTicket], most * others, static_cast<int>(gridDim.x) * num_warps(), 8);
+  for (int item = tickets.take(); item >= 0; item = tickets.take()) {
+    const int s = (me + 1 + item % others) % num_ranks;
+    const int64_t i = item / others;
+    if (i >= begins[s + 1] - begins[s]) continue;
+    std::byte* record = offered_block(c, s, offers[s]) + (a.routing.record_begin[s] + i) * a.record_bytes;
+    const uint64_t mask = write_record<T>(a, form, begins[s] + i, record);
+    __syncwarp();
+    if (lane_id() == 0) {
+      fence_system();
+      store_release(reinterpret_cast<uint64_t*>(c.team.base[s] + c.arena.row_at(c.lane, call.copy, me, i)),
+                    signal_of(call.epoch, static_cast<uint32_t>(mask)));
     }
   }
 }
@@ -339,32 +341,6 @@ class TokenSum {
   uint64_t mask_[2], present_ = 0;
 };
 
-/// What a failed call leaves: NaN, or 0 for scalars.
-__device__ void poison(const CombineArgs& a, int64_t first, int64_t step) {
-  for (int64_t t = first; t < a.num_tokens; t += step) {
-    for (int64_t i = lane_id(); i < a.hidden; i += 32) {
-      store_value(a.dtype, a.out + t * a.out_stride, i,
-                  a.dtype == DType::fp64 ? __longlong_as_double(0x7ff8000000000000ll) : static_cast<double>(NAN));
-    }
-    if (lane_id() == 0) a.num_lost[t] = 0;
-    for (int k = lane_id(); a.out_side && k < a.num_topk; k += 32) a.out_side[t * a.num_topk + k] = 0;
-  }
-}
-
-__device__ bool start_call(const CombineArgs& a, Call call, int role, Offer* offers, FactWords* facts) {
-  const Common& c = a.common;
-  if (threadIdx.x == 0 && role == 0) fill_facts(c, call.epoch, false, 0, facts);
-  __syncthreads();
-  bool good = true;
-  if (role == 0) {
-    send_header(c, call, HeaderInts::kRows, [&](int, int i) { return facts->words[i]; });
-    for (int d = static_cast<int>(threadIdx.x); d < c.team.num_ranks; d += kThreads) send_offer(c, call, d, a.block, a.block_rows, 0);
-    good = receive_headers(c, call, HeaderInts::kRows, facts, [](int, int, uint32_t) {});
-  }
-  for (int d = static_cast<int>(threadIdx.x); good && d < c.team.num_ranks; d += kThreads) good = wait_offer(c, call, d, &offers[d]);
-  return __syncthreads_and(good);
-}
-
 template <class T, bool kSend, bool kReceive>
 __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_constant__ CombineArgs a) {
   __shared__ Offer offers[kMaxRanks];
@@ -378,14 +354,8 @@ __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_const
   bool good = !is_over(c, call);
   good = __syncthreads_and(good);
   if (kSend) {
-    if (good) {
-      const int role = take_role(c, call, kRoleTicket);
-      if (role == 0) {
-        if (threadIdx.x < LaneControl::kNumTickets) c.lane_control->tickets[(call.copy + 1) % c.arena.depth][threadIdx.x] = 0;
-      }
-      good = start_call(a, call, role, offers, &facts);
-    }
-    if (good) send_partials<T>(a, form, offers, begins, call, first, step);
+    if (good) good = start_call(a, call, take_role(c, call, kRoleTicket), offers, &facts);
+    if (good) send_partials<T>(a, form, offers, begins, call);
   }
   if (kReceive) {
     for (int64_t t = first; good && t < a.num_tokens; t += step) good = TokenSum<T>(a, form, t, begins, call).run();
@@ -417,11 +387,13 @@ cudaError_t load() {
 }  // namespace
 
 cudaError_t launch_combine(const CombineArgs& a, bool send, bool receive, int blocks, cudaStream_t stream) {
+  if (send && receive && can_combine_bulk(a)) return launch_combine_bulk(a, blocks, stream);
   return core::sums_in_double(a.dtype) ? launch<double>(a, send, receive, blocks, stream) : launch<float>(a, send, receive, blocks, stream);
 }
 cudaError_t prepare_combine() {
-  const cudaError_t e = load<float>();
-  return e ? e : load<double>();
+  if (const cudaError_t bad = load<float>()) return bad;
+  if (const cudaError_t bad = load<double>()) return bad;
+  return prepare_combine_bulk();
 }
 
 }  // namespace turnout::engine::cuda

@@ -6,6 +6,8 @@
 #include "engine/cuda/engine.h"
 #include "engine/cuda/kernels.h"
 #include "engine/cuda/pending.h"
+#include "engine/cuda/specialize.h"
+#include "engine/cuda/throughput/bulk.h"
 #include "transport/device/driver.h"
 
 namespace turnout::engine::cuda {
@@ -67,6 +69,7 @@ std::shared_ptr<RoutingMemory> Engine::new_routing(const turnout::DispatchArgs& 
   r->source_side = std::make_shared<Hold>(shared_, shared_->own, bytes, stream);
   carve_source_side(r->view, r->source_side->data(), tokens, topk, weights, num_ranks_, max_local_);
   r->num_local = local;
+  r->max_local = max_local_;
   r->generation = experts_hash_;
   return r;
 }
@@ -136,6 +139,13 @@ void Engine::place_block(DispatchArgs& a, int64_t rows, std::shared_ptr<Hold>* b
 /// Where the rows of the result go, if not where they land.
 void Engine::place_result(const turnout::DispatchArgs& args, DispatchArgs& a, std::shared_ptr<Hold>* result, cudaStream_t stream) const {
   const int64_t rows = a.result_rows;
+  if (args.out.defined()) {
+    const int64_t room = args.out.num_elements() / args.out.shape[static_cast<size_t>(args.out.ndim - 1)];
+    if (room < rows) {
+      throw InvalidArgument("dispatch: out has room for " + std::to_string(room) + " rows, but the result has " + std::to_string(rows) +
+                            "; nothing was delivered on any rank");
+    }
+  }
   int64_t at = 0;
   const auto take = [&](int64_t bytes) {
     const int64_t here = at;
@@ -202,12 +212,19 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
                                                 std::shared_ptr<const DeviceRouting> cached, bool receive_now) {
   CurrentDevice current(device_);
   std::lock_guard lock(mutex_);
+  require_memory();
   raise_failure();
   const auto stream = static_cast<cudaStream_t>(args.stream.native);
+  note_stream(stream);
   LaneState& lane = lanes_[static_cast<size_t>(args.lane)];
   auto pending = std::make_unique<PendingCall>(shared_from_this(), args.lane, stream);
   DispatchArgs& a = pending->dispatch;
   a = dispatch_args(args, facts, routing);
+  if (is_low_latency(a)) {
+    const bool counts_arrivals = args.receive == Receive::resident && !receive_now;
+    dispatch_low_latency(args, *pending, std::static_pointer_cast<const RoutingMemory>(cached), counts_arrivals);
+    return pending;
+  }
   std::shared_ptr<RoutingMemory> fresh;
   int64_t rows = 0;
   const int plan_blocks = blocks(args.num_sms > 0 ? args.num_sms : kMaxChunks);
@@ -253,6 +270,12 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
   } else {
     place_result(args, a, &pending->result, stream);
   }
+  // Bulk copies need few SMs where they only send; offers say how many blocks will announce.
+  const bool bulk = can_move_bulk(a);
+  if (bulk) a.move_blocks = bulk_blocks(args.num_sms > 0 ? args.num_sms : default_move_sms(a));
+  // Kernels that wait for the ones before them while they hold SMs must not keep out what those wait for: another rank's kernels on
+  // this GPU. So only alone on it.
+  a.chained = bulk && sharers_ == 1 && !cached && !planned && receive_now;
   if (args.receive == Receive::resident && !receive_now) {
     pending->counters = std::make_shared<Hold>(shared_, shared_->own, static_cast<size_t>(num_ranks_) * 8, stream);
     a.arrived = reinterpret_cast<int64_t*>(pending->counters->data());
@@ -260,9 +283,9 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
   }
 
   if (cached) {
-    check(launch_hello(a.common, a.block, a.block_rows, a.move_blocks, false, stream), "hello kernel");
+    check(launch_hello(a.common, a.block, a.block_rows, offered_channels(a), false, stream), "hello kernel");
   } else if (planned) {
-    check(launch_meta(a, plan_blocks, stream), "meta kernel");
+    check(launch_meta(a, num_ranks_, config_.num_experts, plan_blocks, stream), "meta kernel");
   } else {
     check(launch_plan(a, num_ranks_, config_.num_experts, plan_blocks, stream), "plan kernel");
   }
@@ -272,7 +295,7 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
   pending->receives_now = receive_now;
   a.common.last_of_send = true;
   if (receive_now) {
-    if (!cached) check(launch_admit(a, blocks(32), stream), "admit kernel");
+    if (!cached) check(launch_admit(a, blocks(args.num_sms > 0 ? std::min(args.num_sms, 32) : 32), stream), "admit kernel");
     check(launch_move(a, true, true, a.move_blocks, stream), "move kernel");
     return pending;
   }

@@ -2,7 +2,6 @@
 #include "engine/cuda/engine.h"
 
 #include <algorithm>
-#include <array>
 #include <cstring>
 #include <string>
 
@@ -55,16 +54,44 @@ void load_kernels(int device) {
   check(prepare_admit(), "loading the admit kernel");
   check(prepare_move(), "loading the move kernels");
   check(prepare_combine(), "loading the combine kernels");
+  check(prepare_ll_dispatch(), "loading the low_latency dispatch kernels");
+  check(prepare_ll_combine(), "loading the low_latency combine kernels");
 }
 
-/// A capture under way in this process would record, or be broken by, what construction does.
-void refuse_capture() {
+/// Whether a capture is under way that forbids this thread what construction does. Some captures forbid nothing, and disturb nobody.
+bool is_capturing() {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  const cudaError_t e = cudaStreamIsCapturing(cudaStreamLegacy, &status);
+  const cudaError_t legacy = cudaStreamIsCapturing(cudaStreamLegacy, &status);
   (void)cudaGetLastError();
-  if (e == cudaErrorStreamCaptureImplicit || status != cudaStreamCaptureStatusNone) {
-    throw InvalidArgument("Buffer: a CUDA stream is being captured; make the Buffer before the capture begins");
+  if (legacy == cudaErrorStreamCaptureImplicit || status != cudaStreamCaptureStatusNone) return true;
+  // Streams that do not wait for the default stream can be asked one by one only; but while one of them is captured this thread may
+  // not do what could wait for it, unless it says that it knows (CurrentDevice does).
+  cudaEvent_t event = nullptr;
+  check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
+  (void)cudaThreadExchangeStreamCaptureMode(&mode);
+  const cudaError_t asked = cudaEventQuery(event);
+  (void)cudaThreadExchangeStreamCaptureMode(&mode);
+  (void)cudaGetLastError();
+  cudaEventDestroy(event);
+  return asked == cudaErrorStreamCaptureUnsupported;
+}
+
+/// How many ranks share this rank's GPU. Throws on all ranks if one of them is in the middle of a capture.
+int agree_on_gpus(Bootstrap& bootstrap, int device) {
+  const std::string mine = is_capturing() ? "capturing" : transport::device::this_rank(device).uuid;
+  int sharers = 0;
+  std::string capturing;
+  const auto all = bootstrap.all_gather("GPU of each rank", std::as_bytes(std::span(mine.data(), mine.size())));
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    const std::string theirs(reinterpret_cast<const char*>(all[rank].data()), all[rank].size());
+    sharers += theirs == mine;
+    if (theirs == "capturing") capturing += (capturing.empty() ? " " : ", ") + std::to_string(rank);
   }
+  if (!capturing.empty()) {
+    throw InvalidArgument("Buffer: a CUDA stream of rank" + capturing + " is being captured; make the Buffer before the capture begins");
+  }
+  return sharers;
 }
 
 }  // namespace
@@ -78,23 +105,17 @@ Engine::Engine(DeviceEngineSetup setup)
       rank_(setup.bootstrap.rank()),
       num_ranks_(setup.bootstrap.num_ranks()) {
   CurrentDevice current(device_);
-  refuse_capture();
+  sharers_ = agree_on_gpus(bootstrap_, device_);
   if (num_ranks_ > kMaxRanks) throw InvalidArgument("Buffer: " + std::to_string(num_ranks_) + " ranks on GPUs, at most " + std::to_string(kMaxRanks));
   if (plan_groups(num_ranks_, config_.num_experts) == 0) {
     throw InvalidArgument("Buffer: num_experts is " + std::to_string(config_.num_experts) +
-                          ", more than a GPU's shared memory can count at once (about 20000)");
+                          ", more than a GPU's shared memory can count at once (about 11000)");
   }
   const Arena arena = Arena::of(arena_shape(config_, num_ranks_));
   shared_ = std::make_shared<Shared>(std::move(setup.window), arena, device_, setup.allocator);
   load_kernels(device_);
 
   check(cudaDeviceGetAttribute(&num_sms_, cudaDevAttrMultiProcessorCount, device_), "cudaDeviceGetAttribute");
-  const std::string uuid = transport::device::this_rank(device_).uuid;
-  sharers_ = 0;
-  for (const auto& other : bootstrap_.all_gather("GPU of each rank", std::as_bytes(std::span(uuid.data(), uuid.size())))) {
-    sharers_ += std::string(reinterpret_cast<const char*>(other.data()), other.size()) == uuid;
-  }
-
   const core::ExpertMap map = map_of(config_, num_ranks_);
   words_ = std::make_unique<Mapped<HostWords>>(1);
   counts_ = std::make_unique<Mapped<int64_t>>(static_cast<size_t>(num_ranks_ * num_ranks_ + config_.num_experts + 2));
@@ -135,18 +156,6 @@ Engine::Engine(DeviceEngineSetup setup)
   watch_ = std::thread([this] { watch_peers(); });
 }
 
-/// Kernels cannot see that a process has died; this thread does, and ends their waits.
-void Engine::watch_peers() {
-  std::unique_lock lock(watch_mutex_);
-  while (!watch_stop_.wait_for(lock, std::chrono::milliseconds(20), [&] { return stopping_; })) {
-    for (int r = 0; r < num_ranks_; ++r) {
-      if (r == rank_ || gone_.load() >= 0 || host_->peer_state(r) != transport::PeerState::gone) continue;
-      gone_ = r;
-      stop_waiting();
-    }
-  }
-}
-
 Engine::~Engine() {
   if (watch_.joinable()) {
     {
@@ -174,6 +183,10 @@ Common Engine::common(int lane, const CallFacts& facts, int num_calls_ago, bool 
   c.lane_control = lane_controls_ + lane;
   c.host = words_->device();
   c.experts = experts_;
+  c.owner = reinterpret_cast<const int32_t*>(expert_arrays_);
+  c.local = c.owner + config_.num_experts;
+  c.num_experts = config_.num_experts;
+  c.max_local = max_local_;
   c.lane = lane;
   c.back = num_calls_ago;
   c.last_of_send = last_of_send;
@@ -183,6 +196,13 @@ Common Engine::common(int lane, const CallFacts& facts, int num_calls_ago, bool 
 
 /// Blocks of a kernel: those asked for, but all ranks of this GPU must fit at once, since they wait for each other.
 int Engine::blocks(int wanted) const { return std::clamp(wanted, 1, std::max(1, std::min(num_sms_ / sharers_, kMaxChannels - kRowChannels))); }
+
+/// The same for kernels whose blocks have an SM to themselves. Where ranks share a GPU, a receive in the background and what the rank
+/// does next must fit beside each other.
+int Engine::bulk_blocks(int wanted) const {
+  const int most = blocks(wanted);
+  return sharers_ > 1 ? std::clamp(wanted, 1, std::max(1, num_sms_ / sharers_ / 2)) : most;
+}
 
 void Engine::set_experts(const std::vector<int>& expert_to_rank) {
   CurrentDevice current(device_);
@@ -211,8 +231,7 @@ void Engine::set_experts(const std::vector<int>& expert_to_rank) {
   table.first = table.num_local + num_ranks_;
   table.by_rank = table.first + num_ranks_ + 1;
   std::lock_guard lock(mutex_);
-  // Calls issued before still read the old map.
-  check(cudaDeviceSynchronize(), "waiting for earlier calls");
+  finish_calls("waiting for earlier calls, which read the old map");
   check(cudaMemcpyAsync(expert_arrays_, arrays.data(), arrays.size() * 4, cudaMemcpyHostToDevice, side_stream_), "cudaMemcpy");
   check(cudaMemcpyAsync(experts_, &table, sizeof table, cudaMemcpyHostToDevice, side_stream_), "cudaMemcpy");
   check(cudaStreamSynchronize(side_stream_), "writing the expert map");
@@ -222,159 +241,12 @@ void Engine::set_experts(const std::vector<int>& expert_to_rank) {
   experts_hash_ = table.hash;
 }
 
-namespace {
-
-constexpr std::array<const char*, 9> kPhases = {"?",    "header",      "offer", "ids of rows", "rows", "partial sums", "other blocks",
-                                                "rows", "partial sums"};
-
-/// What the device noted, in the terms of the public errors.
-WaitRecord public_record(const DeviceRecord& r) {
-  WaitRecord w;
-  w.rank = r.finder;
-  if (r.peer >= 0) w.peers = {r.peer};
-  w.lane = r.lane;
-  w.call = static_cast<CallKind>(r.call) == CallKind::combine ? "combine" : "dispatch";
-  w.epoch = static_cast<uint64_t>(r.epoch);
-  w.phase = r.phase >= 0 && static_cast<size_t>(r.phase) < kPhases.size() ? kPhases[static_cast<size_t>(r.phase)] : "?";
-  w.expected = static_cast<uint64_t>(r.expected);
-  w.seen = static_cast<uint64_t>(r.seen);
-  w.peer_state = "silent";
-  return w;
-}
-
-DeviceRecord read(const volatile DeviceRecord& from) {
-  DeviceRecord r;
-  r.state = from.state;
-  r.finder = from.finder;
-  r.peer = from.peer;
-  r.lane = from.lane;
-  r.call = from.call;
-  r.phase = from.phase;
-  r.k = from.k;
-  r.epoch = from.epoch;
-  r.expected = from.expected;
-  r.seen = from.seen;
-  r.value = from.value;
-  return r;
-}
-
-}  // namespace
-
-/// The Buffer is aborted: by a wait of this rank, by one of another rank (whose record lies in the arena), or because a process ended.
-void Engine::throw_abort(const DeviceRecord& own) {
-  if (own.state == 1) throw PeerTimeout(public_record(own).to_string(), public_record(own));
-  if (const int gone = gone_.load(); gone >= 0) {
-    WaitRecord w;
-    w.rank = rank_;
-    w.peers = {gone};
-    w.peer_state = "gone";
-    throw PeerFailed("rank " + std::to_string(gone) + " is gone: its process has ended; this Buffer is aborted until recover()", w);
-  }
-  DeviceRecord theirs;
-  check(cudaMemcpyAsync(&theirs, shared_->window->local() + shared_->arena.status + kAbortRecordOffset, sizeof theirs, cudaMemcpyDeviceToHost,
-                        side_stream_),
-        "cudaMemcpy");
-  check(cudaStreamSynchronize(side_stream_), "reading why the Buffer was aborted");
-  throw PeerTimeout(public_record(theirs).to_string() + " (found by rank " + std::to_string(theirs.finder) + ")", public_record(theirs));
-}
-
-void Engine::throw_record() {
-  volatile DeviceRecord& from = words_->host()->record;
-  const DeviceRecord r = read(from);
-  if (r.state <= 1 || r.state == ~uint64_t{0}) {
-    CurrentDevice current(device_);
-    throw_abort(r);
-  }
-  CurrentDevice current(device_);
-  std::string message;
-  if (r.state == 3)
-    message = std::string(static_cast<CallKind>(r.call) == CallKind::combine ? "combine" : "dispatch") + ": refused by rank " +
-              std::to_string(r.peer) + ", whose own error says why";
-  if (r.state == 4) {
-    message = "dispatch: topk_idx[" + std::to_string(r.expected) + "][" + std::to_string(r.k) + "] is " + std::to_string(r.value) +
-              ", but experts are 0 to " + std::to_string(config_.num_experts - 1) + ", and -1 is none";
-  }
-  if (r.state == 2) {
-    const Arena& arena = shared_->arena;
-    const int copy = static_cast<int>(r.epoch % arena.depth);
-    std::vector<CallFacts> facts;
-    for (int s = 0; s < num_ranks_; ++s) {
-      std::vector<uint32_t> words_of(arena.header_bytes / 4);
-      check(cudaMemcpyAsync(words_of.data(), shared_->window->local() + arena.header_at(r.lane, copy, s), arena.header_bytes, cudaMemcpyDeviceToHost,
-                            side_stream_),
-            "cudaMemcpy");
-      check(cudaStreamSynchronize(side_stream_), "reading headers");
-      std::array<int64_t, HeaderInts::kNumFacts> values;
-      for (int i = 0; i < HeaderInts::kNumFacts; ++i) {
-        const auto at = [&](int payload) {
-          return static_cast<uint64_t>(words_of[static_cast<size_t>(payload / kWordPayload * 4 + payload % kWordPayload)]);
-        };
-        values[static_cast<size_t>(i)] = static_cast<int64_t>(at(HeaderInts::kFactValues + 2 * i) | at(HeaderInts::kFactValues + 2 * i + 1) << 32);
-      }
-      CallFacts f;
-      std::memcpy(static_cast<void*>(&f), values.data(), sizeof f);
-      facts.push_back(f);
-    }
-    message = "ranks disagree about this call" + disagreement(facts);
-  }
-  // One call failed on all ranks; the next ones do not.
-  from.state = 0;
-  throw InvalidArgument(message);
-}
-
-void Engine::raise_failure() {
-  auto* words = words_->host();
-  const uint64_t status = *static_cast<volatile uint64_t*>(&words->status), state = *static_cast<volatile uint64_t*>(&words->record.state);
-  if (status > generation_ || (state >= 2 && state != ~uint64_t{0})) throw_record();
-}
-
-void Engine::synchronize() {
-  CurrentDevice current(device_);
-  check(cudaDeviceSynchronize(), "synchronize");
-  raise_failure();
-}
-
-void Engine::stop_waiting() { *static_cast<volatile uint64_t*>(&words_->host()->abort) = generation_ + 1; }
-
-void Engine::recover() {
-  CurrentDevice current(device_);
-  std::lock_guard lock(mutex_);
-  check(cudaDeviceSynchronize(), "recover: waiting for earlier calls");
-  // Everybody has left their calls once all have arrived here. Epochs are made equal again, above all that were used.
-  std::vector<uint32_t> mine;
-  for (int l = 0; l < config_.num_lanes; ++l) {
-    uint32_t epoch = 0;
-    check(cudaMemcpyAsync(&epoch, lane_controls_[l].epoch, sizeof epoch, cudaMemcpyDeviceToHost, side_stream_), "cudaMemcpy");
-    check(cudaStreamSynchronize(side_stream_), "reading epochs");
-    mine.push_back(epoch);
-  }
-  const auto all = bootstrap_.all_gather("recover", std::as_bytes(std::span(mine)));
-  const uint64_t next_generation = generation_ + 1;
-  for (size_t l = 0; l < lanes_.size(); ++l) {
-    uint32_t latest = 0;
-    for (const auto& bytes : all) {
-      uint32_t epoch = 0;
-      if (bytes.size() == mine.size() * sizeof epoch) std::memcpy(&epoch, bytes.data() + l * sizeof epoch, sizeof epoch);
-      latest = std::max(latest, epoch);
-    }
-    LaneControl fresh;
-    std::fill(std::begin(fresh.epoch), std::end(fresh.epoch), latest + 1);
-    check(cudaMemcpyAsync(lane_controls_ + l, &fresh, sizeof fresh, cudaMemcpyHostToDevice, side_stream_), "cudaMemcpy");
-    check(cudaStreamSynchronize(side_stream_), "writing epochs");
-    lanes_[l].outstanding = 0;
-  }
-  generation_ = next_generation;
-  check(cudaMemcpyAsync(&control_->generation, &generation_, sizeof generation_, cudaMemcpyHostToDevice, side_stream_), "cudaMemcpy");
-  check(cudaStreamSynchronize(side_stream_), "writing the generation");
-  std::memset(static_cast<void*>(&words_->host()->record), 0, sizeof(DeviceRecord));
-  bootstrap_.barrier("recovered");
-}
-
 void Engine::suspend() {
   CurrentDevice current(device_);
   std::lock_guard lock(mutex_);
-  check(cudaDeviceSynchronize(), "suspend: waiting for earlier calls");
+  finish_calls("suspend: waiting for earlier calls");
   shared_->window->suspend();
+  suspended_ = true;
 }
 
 /// The arena is zero again, which is older than any epoch to come.
@@ -382,18 +254,25 @@ void Engine::resume() {
   CurrentDevice current(device_);
   std::lock_guard lock(mutex_);
   shared_->window->resume();
+  suspended_ = false;
+}
+
+void Engine::require_memory() const {
+  if (suspended_) throw InvalidArgument("this Buffer is suspended; call resume() first");
 }
 
 bool Engine::is_released(const void* address) const {
   const auto* p = static_cast<const std::byte*>(address);
   const std::byte* begin = shared_->window->local() + shared_->arena.receive;
-  if (p < begin || p >= begin + shared_->arena.receive_bytes) return false;
+  if (p < begin || p >= begin + shared_->arena.receive_bytes) return shared_->results.keeps(p);
   return !shared_->region.is_taken(static_cast<size_t>(p - shared_->window->local()));
 }
 
 void Engine::refuse(const CallFacts& facts, int lane, Stream stream) {
   CurrentDevice current(device_);
   std::lock_guard lock(mutex_);
+  if (suspended_) return;  // on all ranks, which need not be told
+  note_stream(static_cast<cudaStream_t>(stream.native));
   check(launch_hello(common(lane, facts, 0, true), 0, 0, 0, true, static_cast<cudaStream_t>(stream.native)), "hello kernel");
   ++lanes_[static_cast<size_t>(lane)].num_sends;
 }

@@ -2,8 +2,9 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
-#include <atomic>
 #include <condition_variable>
+#include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -72,8 +73,8 @@ class RoutingMemory : public DeviceRouting {
   int64_t result_rows = 0;
   int64_t num_rows = -1, num_pairs = -1;  ///< known for exact size
   int64_t generation = 0;
-  int num_local = 0;
-  int64_t sent_total = -1;  ///< rows that this rank sends, if known
+  int num_local = 0, max_local = 0;  ///< experts of this rank, and of the rank with most
+  int64_t sent_total = -1;           ///< rows that this rank sends, if known
   std::shared_ptr<Hold> source_side, receive_side;
 };
 
@@ -92,6 +93,8 @@ class Mapped {
   T* host_ = nullptr;
   T* device_ = nullptr;
 };
+
+class PendingCall;
 
 class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> {
  public:
@@ -113,6 +116,7 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
   int num_outstanding(int lane) const override { return lanes_[static_cast<size_t>(lane)].outstanding; }
   int num_sms() const override { return num_sms_; }
   std::string_view transport() const override { return shared_->window->transport(); }
+  void watch(std::function<bool(int)> has_closed, std::function<void()> host_check) override;
   void suspend() override;
   void resume() override;
   bool is_released(const void* address) const override;
@@ -131,15 +135,25 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
   /// `num_calls_ago`: how many calls of the lane were issued since.
   Common common(int lane, const CallFacts& facts, int num_calls_ago, bool last_of_send) const;
   int blocks(int wanted) const;
+  int bulk_blocks(int wanted) const;
   std::shared_ptr<RoutingMemory> new_routing(const turnout::DispatchArgs& args, cudaStream_t stream) const;
   void add_receive_side(RoutingMemory& r, int64_t block_rows, int64_t result_rows, int num_topk, bool has_weights, Layout layout,
                         cudaStream_t stream) const;
   DispatchArgs dispatch_args(const turnout::DispatchArgs& args, const CallFacts& facts, const RoutingFacts& routing) const;
+  bool is_low_latency(const DispatchArgs& a) const;
+  bool is_low_latency(const CombineArgs& a) const;
+  void dispatch_low_latency(const turnout::DispatchArgs& args, PendingCall& call, std::shared_ptr<const RoutingMemory> cached, bool counts_arrivals);
+  void combine_low_latency(const turnout::CombineArgs& args, PendingCall& call);
+  void place_sums(const turnout::CombineArgs& args, CombineArgs& a, std::shared_ptr<Hold>* result, cudaStream_t stream) const;
   void wait_for_counts(DispatchArgs& a, RoutingMemory& r, int64_t* num_block_rows, cudaStream_t stream);
   void place_block(DispatchArgs& a, int64_t rows, std::shared_ptr<Hold>* block, cudaStream_t stream) const;
   void place_result(const turnout::DispatchArgs& args, DispatchArgs& a, std::shared_ptr<Hold>* result, cudaStream_t stream) const;
   [[noreturn]] void throw_record();
   void watch_peers();
+  void note_stream(cudaStream_t stream);
+  void finish_calls(std::string_view what);
+  /// Throws: InvalidArgument between suspend() and resume().
+  void require_memory() const;
   [[noreturn]] void throw_abort(const DeviceRecord& own);
 
   Bootstrap& bootstrap_;
@@ -168,7 +182,11 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
   std::mutex watch_mutex_;
   std::condition_variable watch_stop_;
   bool stopping_ = false;
-  std::atomic<int> gone_{-1};
+  std::function<bool(int)> has_closed_;
+  std::function<void()> host_check_;
+  std::exception_ptr host_failure_;  ///< what `host_check_` threw; these and `generation_` under `watch_mutex_`, too
+  std::vector<cudaStream_t> streams_;
+  bool suspended_ = false;
   mutable std::mutex mutex_;
 };
 

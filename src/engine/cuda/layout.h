@@ -80,7 +80,8 @@ struct Arena {
   TURNOUT_HOST_DEVICE constexpr size_t channel_at(int lane, int copy, int source, int channel) const {
     return channels + (index(lane, copy, source) * kMaxChannels + static_cast<size_t>(channel)) * 8;
   }
-  /// 64-bit signal of the i-th row that `source` sends here: epoch << 32 | what the call says (dispatch: 0; combine: 0).
+  /// 64-bit signal of the i-th row that `source` sends here: epoch << 32 | what the call says (dispatch: 0; combine: the
+  /// first 32 bits of the record's mask).
   TURNOUT_HOST_DEVICE constexpr size_t row_at(int lane, int copy, int source, int64_t i) const {
     return rows + (index(lane, copy, source) * static_cast<size_t>(max_tokens) + static_cast<size_t>(i)) * 8;
   }
@@ -109,10 +110,16 @@ constexpr int header_ints_of(int num_ranks, int max_local_experts) { return Head
 
 /// Payload of an offer: the block of the sender's receive region that the addressee may write in this call.
 struct Offer {
-  uint32_t offset;    ///< from the start of the arena, in units of 128 bytes
-  uint32_t rows;      ///< the block has room for so many
-  uint32_t channels;  ///< blocks of the sender that will announce their rows one by one (rank_major, straight to the lease)
+  uint32_t offset;  ///< from the start of the arena, in units of 128 bytes
+  uint32_t rows;    ///< the block has room for so many
+  /// Blocks of the sender that will say once, at their end, that their rows have been written (rank_major); and kRowsStay.
+  uint32_t channels;
+  TURNOUT_HOST_DEVICE constexpr int num_channels() const { return static_cast<int>(channels & 0xffff); }
+  TURNOUT_HOST_DEVICE constexpr bool rows_stay() const { return channels >> 16 != 0; }
 };
+/// In Offer::channels: rows stay where they land, so the one who offers does not want to be told of each. Ranks differ in that: it
+/// follows from where each wants its result.
+inline constexpr uint32_t kRowsStay = 1u << 16;
 /// Offer::rows of a rank that refused the call after its header.
 inline constexpr uint32_t kRefusedOffer = 0xffffffffu;
 

@@ -2,6 +2,7 @@
 #include "engine/cuda/memory.h"
 
 #include <algorithm>
+#include <new>
 
 #include "core/math.h"
 #include "transport/device/driver.h"
@@ -24,7 +25,9 @@ uint64_t capture_of(cudaStream_t stream) {
 }
 
 Fences::~Fences() {
-  for (const Fence& f : fences_) cudaEventDestroy(f.event);
+  for (const Fence& f : fences_) {
+    if (f.event) cudaEventDestroy(f.event);
+  }
   for (cudaEvent_t e : spare_) cudaEventDestroy(e);
 }
 
@@ -43,7 +46,7 @@ void Fences::add(size_t begin, size_t num_bytes, cudaStream_t stream) {
   constexpr size_t kMost = 64;
   if (fences_.size() >= kMost) {
     std::erase_if(fences_, [&](const Fence& f) {
-      if (cudaEventQuery(f.event) == cudaErrorNotReady) return false;
+      if (!f.event || cudaEventQuery(f.event) == cudaErrorNotReady) return false;
       spare_.push_back(f.event);
       return true;
     });
@@ -57,15 +60,51 @@ void Fences::add(size_t begin, size_t num_bytes, cudaStream_t stream) {
   fences_.push_back({begin, begin + num_bytes, stream, event});
 }
 
+void Fences::add_after(size_t begin, size_t num_bytes, cudaStream_t stream) {
+  if (capture_of(stream)) add_later(begin, num_bytes, stream);  // an event would become a node of the graph
+  else add(begin, num_bytes, stream);
+}
+
 void Fences::wait(size_t begin, size_t num_bytes, cudaStream_t stream) {
   const size_t end = begin + num_bytes;
+  for (Fence& f : fences_) {
+    if (f.end <= begin || f.begin >= end || f.stream == stream || f.event) continue;
+    f.event = take_event();
+    if (cudaEventRecord(f.event, f.stream) != cudaSuccess) (void)cudaGetLastError();  // as above
+  }
   std::erase_if(fences_, [&](const Fence& f) {
     if (f.end <= begin || f.begin >= end) return false;
     if (f.stream != stream) check(cudaStreamWaitEvent(stream, f.event, 0), "cudaStreamWaitEvent");
     if (f.begin < begin || f.end > end) return false;
-    spare_.push_back(f.event);
+    if (f.event) spare_.push_back(f.event);
     return true;
   });
+}
+
+/// A block that the only stream gave back; not one much too large, which would be missed elsewhere.
+std::optional<BlockPool::Block> Region::take_idle(size_t wanted) {
+  const auto fits =
+      std::find_if(idle_.begin(), idle_.end(), [&](const BlockPool::Block& b) { return b.num_bytes >= wanted && b.num_bytes / 2 <= wanted; });
+  if (fits == idle_.end()) return std::nullopt;
+  const BlockPool::Block block = *fits;
+  idle_.erase(fits);
+  return block;
+}
+
+/// Idle blocks are for all streams now.
+void Region::share_idle(bool in_capture) {
+  for (const BlockPool::Block& b : idle_) {
+    if (in_capture) fences_.add_later(b.offset, b.num_bytes, only_.stream());
+    else fences_.add(b.offset, b.num_bytes, only_.stream());
+    pool_.give_back(b);
+  }
+  idle_.clear();
+}
+
+bool Region::is_taken(size_t offset) const {
+  std::lock_guard lock(mutex_);
+  const bool idle = std::any_of(idle_.begin(), idle_.end(), [&](const BlockPool::Block& b) { return offset - b.offset < b.num_bytes; });
+  return !idle && pool_.is_taken(offset);
 }
 
 std::optional<Lease> Region::take(size_t num_bytes, cudaStream_t stream) {
@@ -81,7 +120,15 @@ std::optional<Lease> Region::take(size_t num_bytes, cudaStream_t stream) {
       return lease;
     }
   }
-  const std::optional<BlockPool::Block> block = pool_.take(wanted);
+  if (!capture && only_.must_share(stream)) share_idle(false);
+  std::optional<BlockPool::Block> block;
+  if (capture || only_.is(stream)) block = take_idle(wanted);
+  if (block) return Lease{*block, stream, capture};
+  block = pool_.take(wanted);
+  if (!block && !idle_.empty()) {  // what is idle in pieces may do as a whole
+    share_idle(capture != 0);
+    block = pool_.take(wanted);
+  }
   if (!block) return std::nullopt;
   // A captured call runs when the graph is launched, in order of a stream that is not known yet: the region must be idle there.
   if (!capture) fences_.wait(block->offset, block->num_bytes, stream);
@@ -95,7 +142,11 @@ void Region::give_back(const Lease& lease) noexcept {
       captured_[lease.capture].push_back(lease.block);
       return;
     }
-    fences_.add(lease.block.offset, lease.block.num_bytes, lease.stream);
+    if (only_.is(lease.stream) && !only_.is_shared()) {
+      idle_.push_back(lease.block);
+      return;
+    }
+    fences_.add_after(lease.block.offset, lease.block.num_bytes, lease.stream);
     pool_.give_back(lease.block);
   } catch (...) {
     // Without an event the block stays taken: memory is lost, data is not.
@@ -117,9 +168,17 @@ Memory::Piece Memory::take(size_t num_bytes, cudaStream_t stream) {
   while (size < num_bytes) size *= 2;
   if (size > (1u << 20)) size = static_cast<size_t>(core::align_up(static_cast<int64_t>(num_bytes), 1 << 20));
   const uint64_t capture = capture_of(stream);
-  if (allocator_) return {static_cast<std::byte*>(allocator_->allocate(num_bytes)), num_bytes, stream, capture};
+  if (allocator_) {
+    auto* data = static_cast<std::byte*>(allocator_->allocate(num_bytes));
+    if (!data) throw std::bad_alloc();
+    return {data, num_bytes, stream, capture};
+  }
   std::lock_guard lock(mutex_);
-  auto& pool = capture ? captured_[capture] : free_;
+  if (!capture && only_.must_share(stream)) {
+    for (const auto& [bytes, data] : idle_) fences_.add(reinterpret_cast<size_t>(data), bytes, stream);
+    free_.merge(idle_);
+  }
+  auto& pool = capture ? captured_[capture] : only_.is_shared() ? free_ : idle_;
   const auto fits = pool.lower_bound(size);
   if (fits != pool.end() && fits->first <= 2 * size) {
     const Piece piece{fits->second, fits->first, stream, capture};
@@ -137,6 +196,13 @@ Memory::Piece Memory::take(size_t num_bytes, cudaStream_t stream) {
   return {static_cast<std::byte*>(data), size, stream, capture};
 }
 
+bool Memory::keeps(const void* address) const {
+  const auto* p = static_cast<const std::byte*>(address);
+  std::lock_guard lock(mutex_);
+  const auto holds = [&](const auto& piece) { return p >= piece.second && p < piece.second + piece.first; };
+  return std::any_of(free_.begin(), free_.end(), holds) || std::any_of(idle_.begin(), idle_.end(), holds);
+}
+
 void Memory::give_back(const Piece& piece) noexcept {
   try {
     if (!piece.data) return;
@@ -146,11 +212,15 @@ void Memory::give_back(const Piece& piece) noexcept {
       return;
     }
     std::lock_guard lock(mutex_);
+    if (!piece.capture && only_.is(piece.stream) && !only_.is_shared()) {
+      idle_.emplace(piece.num_bytes, piece.data);
+      return;
+    }
     if (piece.capture) {
       captured_[piece.capture].emplace(piece.num_bytes, piece.data);
       return;
     }
-    fences_.add(reinterpret_cast<size_t>(piece.data), piece.num_bytes, piece.stream);
+    fences_.add_after(reinterpret_cast<size_t>(piece.data), piece.num_bytes, piece.stream);
     free_.emplace(piece.num_bytes, piece.data);
   } catch (...) {
     // As above.

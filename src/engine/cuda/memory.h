@@ -19,12 +19,35 @@ namespace turnout::engine::cuda {
 /// 0 where `stream` is not being captured, else the capture's number. Throws: TransportError if the capture is broken.
 uint64_t capture_of(cudaStream_t stream);
 
+/// The stream of all calls, as long as there is only one. What it gives back only it takes again, and nothing is recorded: an event
+/// costs as much as half a call in low_latency mode. From the second stream on every block gets its event when it is given back.
+class OnlyStream {
+ public:
+  /// Notes a call on `stream`. True: it is the first stream, and others have come.
+  bool must_share(cudaStream_t stream) {
+    if (!seen_) seen_ = true, first_ = stream;
+    if (stream != first_) shared_ = true;
+    return shared_ && stream == first_;
+  }
+  bool is(cudaStream_t stream) const { return seen_ && stream == first_; }
+  bool is_shared() const { return shared_; }
+  cudaStream_t stream() const { return first_; }
+
+ private:
+  cudaStream_t first_ = nullptr;
+  bool seen_ = false, shared_ = false;
+};
+
 /// Ranges of addresses with the streams that may still be using them.
 class Fences {
  public:
   ~Fences();
   /// What was issued on `stream` so far may use [begin, begin + num_bytes).
   void add(size_t begin, size_t num_bytes, cudaStream_t stream);
+  /// The same while the stream is being captured, when it can record nothing: who wants the range records it.
+  void add_later(size_t begin, size_t num_bytes, cudaStream_t stream) { fences_.push_back({begin, begin + num_bytes, stream, nullptr}); }
+  /// add, or add_later where the stream is being captured.
+  void add_after(size_t begin, size_t num_bytes, cudaStream_t stream);
   /// Makes `stream` wait for all other streams that may use the range, and forgets them.
   void wait(size_t begin, size_t num_bytes, cudaStream_t stream);
 
@@ -51,13 +74,18 @@ class Region {
   Region(size_t begin, size_t num_bytes) : pool_(begin, num_bytes) {}
   std::optional<Lease> take(size_t num_bytes, cudaStream_t stream);
   void give_back(const Lease& lease) noexcept;
-  bool is_taken(size_t offset) const { return pool_.is_taken(offset); }
+  bool is_taken(size_t offset) const;
   size_t largest_gap() const { return pool_.largest_gap(); }
   size_t num_bytes() const { return pool_.num_bytes(); }
 
  private:
-  std::mutex mutex_;
+  std::optional<BlockPool::Block> take_idle(size_t wanted);
+  void share_idle(bool in_capture);
+
+  mutable std::mutex mutex_;
   BlockPool pool_;
+  OnlyStream only_;
+  std::vector<BlockPool::Block> idle_;  ///< given back by the only stream; not in the pool
   Fences fences_;
   std::map<uint64_t, std::vector<BlockPool::Block>> captured_;  ///< free again within their capture only
 };
@@ -76,13 +104,17 @@ class Memory {
   /// `of_caller`: from the caller's Allocator if there is one (results; handles are the engine's own).
   Piece take(size_t num_bytes, cudaStream_t stream);
   void give_back(const Piece& piece) noexcept;
+  /// Whether `address` lies in what was given back and not taken again.
+  bool keeps(const void* address) const;
 
  private:
   int device_;
   Allocator* allocator_;
   cudaStream_t stream_;  ///< of allocations; nothing that waits is ever on it
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   Fences fences_;
+  OnlyStream only_;
+  std::multimap<size_t, std::byte*> idle_;                          ///< given back by the only stream
   std::multimap<size_t, std::byte*> free_;                          ///< by size
   std::map<uint64_t, std::multimap<size_t, std::byte*>> captured_;  ///< free again within their capture only
   std::vector<std::byte*> all_;

@@ -1,9 +1,11 @@
-// Last kernel of a dispatch: rows. A warp moves a row. Straight: rows go to their final place in the block that the destination
-// offered, and each sending block announces once, at its end. Else rows are announced one by one, and the destination lays them
-// out as they arrive. The rows that stay on a rank are laid out from x itself.
+// Last kernel of a dispatch: rows. A warp moves a row. Where the destination says that rows stay, they have gone to their final place
+// in the block that it offered, and each sending block announces once, at its end. Else rows are announced one by one, and the
+// destination lays them out as they arrive. The rows that stay on a rank are laid out from x itself.
 #include "engine/cuda/device/chunk.cuh"
-#include "engine/cuda/device/header.cuh"
+#include "engine/cuda/device/dispatch.cuh"
+#include "engine/cuda/device/tickets.cuh"
 #include "engine/cuda/kernels.h"
+#include "engine/cuda/throughput/bulk.h"
 
 namespace turnout::engine::cuda {
 namespace {
@@ -44,10 +46,12 @@ __device__ void place_row(const DispatchArgs& a, const std::byte* block, int64_t
   }
 }
 
-__device__ void send_rows(const DispatchArgs& a, const Offer* offers, Call call, int64_t first, int64_t step) {
+/// By ticket: a block waits for rows only when all of this rank's have been taken by blocks that have started.
+__device__ void send_rows(const DispatchArgs& a, const Offer* offers, Call call) {
   const Common& c = a.common;
   const int topk = a.num_topk, me = c.team.rank;
-  for (int64_t token = first; token < a.num_tokens; token += step) {
+  Tickets tickets(&c.lane_control->tickets[call.copy][kTokenTicket], static_cast<int>(a.num_tokens), static_cast<int>(gridDim.x) * num_warps(), 16);
+  for (int64_t token = tickets.take(); token >= 0; token = tickets.take()) {
     for (int k0 = 0; k0 < topk; k0 += 32) {
       const int k = k0 + lane_id();
       const int at = k < topk ? a.routing.send_index[token * topk + k] : -1;
@@ -59,7 +63,7 @@ __device__ void send_rows(const DispatchArgs& a, const Offer* offers, Call call,
         const int64_t row = static_cast<int64_t>(a.routing.send_begin[d]) + i - a.first_row;
         if (row < 0 || row >= offers[d].rows) continue;
         send_row(a, token, offered_block(c, d, offers[d]), offers[d].rows, row);
-        if (a.straight) continue;
+        if (offers[d].rows_stay()) continue;
         __syncwarp();
         if (lane_id() == 0) {
           fence_system();
@@ -123,41 +127,6 @@ __device__ void zero_padding(const DispatchArgs& a, int local, int64_t first, in
   }
 }
 
-/// A call that failed says that it brought nothing.
-__device__ void clear_counts(const DispatchArgs& a, int local) {
-  for (int e = static_cast<int>(threadIdx.x); e <= local; e += kThreads) {
-    if (e < local) a.routing.expert_counts[e] = 0;
-    a.routing.expert_offsets[e] = 0;
-  }
-  if (threadIdx.x == 0) *a.routing.num_rows = *a.routing.num_dropped = 0;
-}
-
-__device__ bool gather_offers(const Common& c, Call call, Offer* offers) {
-  bool good = true;
-  for (int d = static_cast<int>(threadIdx.x); good && d < c.team.num_ranks; d += kThreads) good = wait_offer(c, call, d, &offers[d]);
-  return __syncthreads_and(good);
-}
-
-/// Straight: until every sending block of every rank has announced.
-__device__ bool wait_channels(const DispatchArgs& a, const Offer* offers, const int32_t* begins, Call call) {
-  const Common& c = a.common;
-  constexpr int kMost = kMaxChannels - kRowChannels;
-  bool good = true;
-  for (int i = static_cast<int>(threadIdx.x); good && i < c.team.num_ranks * kMost; i += kThreads) {
-    const int s = i / kMost, channel = i % kMost;
-    if (channel >= static_cast<int>(offers[s].channels)) continue;
-    const std::byte* p = c.team.base[c.team.rank] + c.arena.channel_at(c.lane, call.copy, s, kRowChannels + channel);
-    good = wait_signal(c, Phase::rows, s, call.epoch, true, reinterpret_cast<const uint64_t*>(p), nullptr);
-  }
-  good = __syncthreads_and(good);
-  if (good && a.arrived) {
-    for (int s = static_cast<int>(threadIdx.x); s < c.team.num_ranks; s += kThreads) {
-      store_release(reinterpret_cast<uint64_t*>(&a.arrived[s]), static_cast<uint64_t>(begins[s + 1] - begins[s]));
-    }
-  }
-  return good;
-}
-
 template <bool kSend, bool kReceive>
 __global__ void __launch_bounds__(kThreads, 1) move_kernel(const __grid_constant__ DispatchArgs a) {
   __shared__ Offer offers[kMaxRanks];
@@ -170,33 +139,26 @@ __global__ void __launch_bounds__(kThreads, 1) move_kernel(const __grid_constant
   if (good) good = gather_offers(c, call, offers);
   const int64_t first = static_cast<int64_t>(blockIdx.x) * num_warps() + warp_id(), step = static_cast<int64_t>(gridDim.x) * num_warps();
   if (kSend && good) {
-    send_rows(a, offers, call, first, step);
-    if (a.straight) {
-      __syncthreads();
-      if (threadIdx.x == 0) fence_system();
-      __syncthreads();
-      for (int d = static_cast<int>(threadIdx.x); d < c.team.num_ranks; d += kThreads) {
-        std::byte* p = c.team.base[d] + c.arena.channel_at(c.lane, call.copy, c.team.rank, kRowChannels + static_cast<int>(blockIdx.x));
-        store_release(reinterpret_cast<uint64_t*>(p), signal_of(call.epoch, 0));
-      }
-    }
+    send_rows(a, offers, call);
+    if (a.layout == Layout::rank_major) signal_channel(c, call);
   }
   if (kReceive && good) {
     if (a.straight) {
-      if (blockIdx.x == 0) good = wait_channels(a, offers, begins, call);
+      if (is_last_to_start(c, call)) good = wait_channels(a, offers, begins, call);
     } else {
       receive_rows(a, begins, call, first, step);
       if (a.layout == Layout::expert_major && a.first_row == 0) zero_padding(a, local, first, step);
     }
   }
   __syncthreads();
-  if (kReceive && blockIdx.x == 0 && is_over(c, call)) clear_counts(a, local);
+  if (kReceive && blockIdx.x == 0 && is_over(c, call)) clear_counts(a);
   if (kSend && c.last_of_send) advance_epoch(c, call.epoch);
 }
 
 }  // namespace
 
 cudaError_t launch_move(const DispatchArgs& a, bool send, bool receive, int blocks, cudaStream_t stream) {
+  if (can_move_bulk(a)) return launch_move_bulk(a, send, receive, blocks, stream);
   if (send && receive) move_kernel<true, true><<<blocks, kThreads, 0, stream>>>(a);
   else if (send) move_kernel<true, false><<<blocks, kThreads, 0, stream>>>(a);
   else move_kernel<false, true><<<blocks, kThreads, 0, stream>>>(a);
@@ -208,7 +170,7 @@ cudaError_t prepare_move() {
                              reinterpret_cast<const void*>(move_kernel<false, true>)}) {
     if (const cudaError_t bad = cudaFuncGetAttributes(&unused, kernel)) return bad;
   }
-  return cudaSuccess;
+  return prepare_move_bulk();
 }
 
 }  // namespace turnout::engine::cuda

@@ -8,7 +8,8 @@ namespace turnout::engine::cuda {
 
 class PendingCall : public DevicePending {
  public:
-  PendingCall(std::shared_ptr<Engine> engine, int lane_, cudaStream_t stream_) : engine_(std::move(engine)), lane(lane_), stream(stream_) {}
+  PendingCall(std::shared_ptr<Engine> engine, int lane_, cudaStream_t stream_)
+      : engine_(std::move(engine)), lane(lane_), stream(stream_), generation(engine_->generation_) {}
   DeviceDispatch finish_dispatch() override;
   DeviceCombine finish_combine() override;
   int64_t* arrived() override { return dispatch.arrived; }
@@ -22,6 +23,7 @@ class PendingCall : public DevicePending {
  public:
   int lane;
   cudaStream_t stream;
+  uint64_t generation;
   uint64_t epoch = 0;  ///< number of the call on its lane
   bool receives_now = true;
   cudaEvent_t received = nullptr;  ///< resident

@@ -152,6 +152,8 @@ std::string describe(int device) {
          memory + ", " + bus_of(p) + ")";
 }
 
+int num_sms(int device) { return attribute(cudaDevAttrMultiProcessorCount, device); }
+
 bool has_code(const std::string& built, int major, int minor) {
   std::istringstream words(built);
   for (std::string word; words >> word;) {

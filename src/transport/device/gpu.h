@@ -30,6 +30,8 @@ RankGpu this_rank(int device);
 std::string reason();
 int num_devices();
 std::string describe(int device);
+/// Multiprocessors. REQUIRES: `device` exists.
+int num_sms(int device);
 /// Why this library cannot run on `device`: it is not there, or no code for its architecture is.
 std::string device_reason(int device);
 /// Whether code built for `built` ("80-real 90a-real 100") runs on a GPU of compute capability major.minor.

@@ -106,6 +106,13 @@ __device__ __forceinline__ bool wait_offer(const Common& c, Call call, int rank,
   }
   return came;
 }
+/// Every rank's offer. The whole block calls it; false: given up.
+__device__ inline bool gather_offers(const Common& c, Call call, Offer* offers) {
+  bool good = true;
+  for (int d = static_cast<int>(threadIdx.x); good && d < c.team.num_ranks; d += static_cast<int>(blockDim.x))
+    good = wait_offer(c, call, d, &offers[d]);
+  return __syncthreads_and(good);
+}
 __device__ __forceinline__ std::byte* offered_block(const Common& c, int rank, const Offer& offer) {
   return c.team.base[rank] + static_cast<size_t>(offer.offset) * 128;
 }

@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/dtype.h"
+
 namespace turnout::engine::cuda {
 
 __device__ __forceinline__ uint64_t load_relaxed(const uint64_t* p) {
@@ -68,14 +70,67 @@ __device__ __forceinline__ uint4 load_word(const uint4* p) {
   return v;
 }
 
+/// Two floats as e4m3, the first in the low byte: the bits of core::float_to_fp8_e4m3 (tests/cuda goes over all floats).
+__device__ __forceinline__ uint32_t to_e4m3(float low, float high) {
+#if __CUDA_ARCH__ >= 890
+  uint16_t v;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0,%2,%1;" : "=h"(v) : "f"(low), "f"(high));
+  return v;
+#else
+  return static_cast<uint32_t>(core::float_to_fp8_e4m3(low)) | static_cast<uint32_t>(core::float_to_fp8_e4m3(high)) << 8;
+#endif
+}
+
+/// Two floats rounded, the first in the low half. NaN comes out as 0x7fff, which is not the canonical one.
+__device__ __forceinline__ uint32_t to_bf16(float low, float high) {
+  uint32_t v;
+  asm("cvt.rn.bf16x2.f32 %0,%2,%1;" : "=r"(v) : "f"(low), "f"(high));
+  return v;
+}
+__device__ __forceinline__ uint32_t to_fp16(float low, float high) {
+  uint32_t v;
+  asm("cvt.rn.f16x2.f32 %0,%2,%1;" : "=r"(v) : "f"(low), "f"(high));
+  return v;
+}
+
+__device__ __forceinline__ float from_fp16(uint32_t bits) {
+  float v;
+  asm("cvt.f32.f16 %0,%1;" : "=f"(v) : "h"(static_cast<uint16_t>(bits)));
+  return v;
+}
+
 /// Plain 16-byte accesses that do not stay in L1: rows are read and written once.
 __device__ __forceinline__ uint4 load_stream(const uint4* p) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
   return v;
 }
+/// The same, or zeros: no branch, so that loads of several rows stay together.
+__device__ __forceinline__ uint4 load_stream_if(bool wanted, const uint4* p) {
+  uint4 v;
+  asm volatile(
+      "{.reg .pred q; setp.ne.u32 q,%5,0; mov.u32 %0,0; mov.u32 %1,0; mov.u32 %2,0; mov.u32 %3,0;"
+      " @q ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];}"
+      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+      : "l"(p), "r"(static_cast<uint32_t>(wanted))
+      : "memory");
+  return v;
+}
 __device__ __forceinline__ void store_stream(uint4* p, uint4 v) {
   asm volatile("st.global.L1::no_allocate.v4.u32 [%0],{%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+/// Kernels of one call follow each other closely (launch.h): the next may start once every block has said so; wait_for_previous
+/// returns when the kernel before has ended and what it wrote can be read.
+__device__ __forceinline__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 #if !defined(TURNOUT_NO_SM90) && (!defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900)
@@ -112,6 +167,17 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint
 __device__ __forceinline__ void bulk_store(void* global, const void* shared, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0],[%1],%2;" ::"l"(global), "r"(shared_address(shared)), "r"(bytes) : "memory");
 }
+/// The same for lines that nobody reads soon: they leave L2 first, and what has been staged there stays.
+__device__ __forceinline__ uint64_t evict_first_policy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0,1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ void bulk_store(void* global, const void* shared, uint32_t bytes, uint64_t policy) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0],[%1],%2,%3;" ::"l"(global), "r"(shared_address(shared)), "r"(bytes),
+               "l"(policy)
+               : "memory");
+}
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 /// Until at most N groups of this thread have yet to read their source (bulk_wait: to complete).
 template <int N>
@@ -126,6 +192,27 @@ __device__ __forceinline__ void bulk_wait() {
 __device__ __forceinline__ void fence_shared_to_bulk() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 /// Global memory written by others, seen by an ordinary load, is read by bulk copies afterwards.
 __device__ __forceinline__ void fence_global_to_bulk() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+#endif
+
+/// Whether this code has bulk copies, and their ends where it has not: nothing.
+#ifdef TURNOUT_HAS_BULK
+inline constexpr bool kHasBulk = true;
+__device__ __forceinline__ void bulk_can_read() { fence_shared_to_bulk(); }
+__device__ __forceinline__ void bulk_put(void* global, const void* shared, uint32_t bytes) { bulk_store(global, shared, bytes); }
+__device__ __forceinline__ void bulk_close() { bulk_commit(); }
+template <int N>
+__device__ __forceinline__ void bulk_have_read() {
+  bulk_wait_read<N>();
+}
+__device__ __forceinline__ void bulk_finish() { bulk_wait<0>(); }
+#else
+inline constexpr bool kHasBulk = false;
+__device__ __forceinline__ void bulk_can_read() {}
+__device__ __forceinline__ void bulk_put(void*, const void*, uint32_t) {}
+__device__ __forceinline__ void bulk_close() {}
+template <int N>
+__device__ __forceinline__ void bulk_have_read() {}
+__device__ __forceinline__ void bulk_finish() {}
 #endif
 
 }  // namespace turnout::engine::cuda

@@ -10,8 +10,8 @@ namespace turnout::engine::cuda {
 __device__ __forceinline__ uint64_t* status_of(const Common& c, int rank) { return reinterpret_cast<uint64_t*>(c.team.base[rank] + c.arena.status); }
 
 __device__ __forceinline__ bool is_aborted(const Common& c) {
-  const uint64_t status = load_relaxed(status_of(c, c.team.rank));
-  if (status <= c.control->generation) return false;
+  const uint64_t generation = c.control->generation, status = load_relaxed(status_of(c, c.team.rank));
+  if (status <= generation) return false;
   *reinterpret_cast<volatile uint64_t*>(&c.host->status) = status;  // the host sees only its own words
   return true;
 }
@@ -44,6 +44,8 @@ __device__ inline void give_up(const Common& c, const DeviceRecord& why) {
   const bool first = write_record(c, why);
   const uint64_t next = c.control->generation + 1;
   for (int r = 0; r < c.team.num_ranks; ++r) {
+    // Memory of a process that has ended may be gone with it.
+    if (r != c.team.rank && *reinterpret_cast<volatile uint32_t*>(&c.host->lost[r]) == kGone) continue;
     if (first && r != c.team.rank) copy_record(c, why, reinterpret_cast<DeviceRecord*>(c.team.base[r] + c.arena.status + kAbortRecordOffset));
     store_release(status_of(c, r), next);
   }
@@ -68,7 +70,8 @@ __device__ __forceinline__ Call call_of(const Common& c) {
 }
 /// Whether nothing should be done: the Buffer is aborted, or the call has failed.
 __device__ __forceinline__ bool is_over(const Common& c, Call call) {
-  return *reinterpret_cast<const volatile uint32_t*>(&c.lane_control->failed) == call.epoch || is_aborted(c);
+  const uint32_t failed = *reinterpret_cast<const volatile uint32_t*>(&c.lane_control->failed);  // all loads at once
+  return is_aborted(c) || failed == call.epoch;
 }
 /// At the end of the kernel that ends the sending part of a call. Blocks read their word when they start, and each word is
 /// advanced by one block only; a block that starts late reads words that only it advances if the grid does not exceed them.
@@ -115,9 +118,11 @@ __device__ __forceinline__ bool wait_until(const Common& c, Phase phase, int pee
       *reinterpret_cast<volatile uint64_t*>(&c.host->status) = c.control->generation + 1;
       return false;
     }
-    if (now - start > limit) {
+    const uint32_t lost = *reinterpret_cast<volatile uint32_t*>(&c.host->lost[peer]);
+    if (lost != 0 || now - start > limit) {
       DeviceRecord r{};
-      r.state = 1;
+      r.state = lost ? kLostPeer : kExpired;
+      r.value = lost;
       r.peer = peer;
       r.phase = static_cast<int32_t>(phase);
       r.epoch = epoch;

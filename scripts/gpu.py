@@ -1,0 +1,354 @@
+#!/usr/bin/env python3
+"""Tests and figures of GPUs, in records: what `./dev gpu-test` and `./dev gpu-bench` start.
+
+usage: gpu.py trees                                        the hashes of the trees at hand, which must be clean
+       gpu.py pack BUILD DIR [--try | --trees FILE] [--no-sm90 LIBRARY]
+                                                           programs of a build, stripped, with the trees that they were built from
+       gpu.py test DIR [--part N/M] [--filter TEXT] [--output FILE] [--logs DIR]
+       gpu.py bench DIR [--filter TEXT] [--output FILE] [--calls N]
+       gpu.py fresh [FILE...]                              does a record of this tree's CUDA code exist? exit 1 if not
+       gpu.py --self-test
+
+A machine with GPUs often has neither git nor GoogleTest. So programs are packed where they are built, and a pack runs anywhere that has
+the driver. A record takes its trees from the pack; a dirty tree is not packed, or with --try without trees, which makes no record.
+"""
+import argparse
+import importlib.util
+import json
+import os
+import pathlib
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import count_tests  # noqa: E402
+
+CUDA_TREES = ["include", "src/core", "src/util", "src/transport", "src/engine", "src/api"]
+PROGRAMS = ["tests/cuda/*_test", "bench/cuda/gpu_bench", "tools/turnout", "tests/engine/soak"]
+LIBRARIES = ["**/libturnout_cuda.so", "**/libturnout.so.*"]
+
+# How a program is run, if not once on all GPUs for at most two minutes. `gpus`: 1 runs beside others, on any one GPU. `shards`: parts
+# of a GoogleTest program that may run side by side. `also`: (suffix, words of the environment, arguments) of further runs.
+SETTINGS = {
+    "cuda_engine_contract_test": {"shards": 10, "seconds": 240, "also": [
+        ("no_sm90", {"TURNOUT_CUDA_LIBRARY": "no_sm90"}, []),
+        ("memcheck", {}, ["--gtest_filter=*SmallCalls*"]),
+        ("racecheck", {}, ["--gtest_filter=*SmallCalls*"])]},
+    "cuda_low_latency_test": {"shards": 6, "also": [("no_sm90", {"TURNOUT_CUDA_LIBRARY": "no_sm90"}, [])]},
+    "cuda_command_test": {"seconds": 240},
+    "cuda_window_test": {"also": [("ipc", {"TURNOUT_DEVICE_MEMORY": "ipc"}, [])]},
+    "cuda_window_process_test": {"also": [("ipc", {"TURNOUT_DEVICE_MEMORY": "ipc"}, [])]},
+    "cuda_bad_input_test": {"shards": 4},
+    "cuda_lifecycle_test": {"shards": 2},
+    # These take whole GPUs or measure time: nothing runs beside them.
+    "cuda_graphs_test": {"alone": True},
+    "cuda_litmus_test": {"alone": True},
+    "cuda_nccl_order_test": {"alone": True},
+    "cuda_process_test": {"alone": True},
+    "cuda_streams_test": {"alone": True},
+    "soak": {
+        "run": False,
+        "also": [
+            ("threads", {}, ["--device", "cuda", "--steps", "500", "--seed", "1"]),
+            ("two_gpus", {}, ["--device", "cuda", "--gpus", "2", "--steps", "300", "--seed", "100"]),
+            ("processes", {}, ["--device", "cuda", "--gpus", "2", "--ranks", "2", "--transport", "shm", "--steps", "500", "--seed", "200"]),
+        ],
+    },
+}
+# Runs of these names are made under compute-sanitizer, where it is.
+SANITIZER = ["compute-sanitizer", "--error-exitcode", "9", "--target-processes", "all", "--tool"]
+AT_ONCE = 6  # programs on the machine at a time: they wait for the host more than for the GPU
+
+
+def git(*words):
+    return subprocess.run(["git", "-c", "safe.directory=*", *words], check=True, capture_output=True, text=True).stdout
+
+
+def trees_here():
+    listed = git("ls-tree", "-r", "HEAD", *CUDA_TREES)
+    run = subprocess.run(["git", "hash-object", "--stdin"], input=listed, check=True, capture_output=True, text=True)
+    return {"tree": git("rev-parse", "HEAD:src").strip(), "tree_cuda": run.stdout.strip()}
+
+
+def clean_trees():
+    if git("status", "--porcelain"):
+        sys.exit("gpu.py: the tree is dirty: commit before programs are packed (git status), or --try for a run without a record")
+    return trees_here()
+
+
+def pack(build, out, attempt, given, no_sm90):
+    """Copies and strips. Nothing of an earlier pack stays. `given`: trees of sources that were built where git is missing."""
+    trees = {} if attempt else json.loads(pathlib.Path(given).read_text()) if given else clean_trees()
+    build, out = pathlib.Path(build), pathlib.Path(out)
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    files = [f for pattern in PROGRAMS for f in build.glob(pattern)]
+    for pattern in LIBRARIES:
+        files += [f for f in build.glob(pattern) if not f.is_symlink()]
+    copies = {file: out / file.name for file in files}
+    # A program asks for a library by the name of its interface: libturnout.so.0.1 for libturnout.so.0.1.0.
+    for file in [f for f in files if f.name.startswith("libturnout.so.")]:
+        dump = subprocess.run(["readelf", "-d", str(file)], check=True, capture_output=True, text=True).stdout
+        copies[file] = out / dump.split("soname: [")[1].split("]")[0]
+    if no_sm90:
+        copies[pathlib.Path(no_sm90)] = out / "libturnout_cuda_no_sm90.so"
+    for file, copy in copies.items():
+        subprocess.run(["strip", "-o", str(copy), str(file)], check=True)
+    missing = [name for name in ("libturnout_cuda.so", "gpu_bench", "turnout") if not (out / name).exists()]
+    if missing:
+        sys.exit(f"gpu.py: {build} has no {', '.join(missing)}: build it with CUDA (./dev build cuda)")
+    (out / "trees.json").write_text(json.dumps(trees) + "\n")
+    size = sum(f.stat().st_size for f in out.iterdir())
+    print(f"{out}: {len(copies)} files, {size / 2**20:.1f} MiB")
+
+
+def read_trees(folder):
+    try:
+        return json.loads((folder / "trees.json").read_text())
+    except (OSError, ValueError) as error:
+        sys.exit(f"gpu.py: {folder} is no pack: {error}")
+
+
+def nccl():
+    """The library that comes with PyTorch, if this Python has one."""
+    try:
+        found = importlib.util.find_spec("nvidia.nccl")
+        return str(pathlib.Path(next(iter(found.submodule_search_locations))) / "lib" / "libnccl.so.2") if found else ""
+    except (ImportError, StopIteration):
+        return ""
+
+
+def environment(folder, more=None):
+    env = dict(os.environ)
+    env.setdefault("TURNOUT_TEST_NCCL", nccl())
+    env["LD_LIBRARY_PATH"] = ":".join(filter(None, [str(folder), env.get("LD_LIBRARY_PATH")]))
+    env.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    env["TURNOUT_CUDA_LIBRARY"] = str(folder / "libturnout_cuda.so")
+    for key, value in (more or {}).items():
+        env[key] = str(folder / f"libturnout_cuda_{value}.so") if key == "TURNOUT_CUDA_LIBRARY" else value
+    return env
+
+
+def gpus():
+    """(number, words) of the GPUs here."""
+    try:
+        words = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        lines = subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip().splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        return 0, ""
+    return len(lines), ", driver ".join([f"{len(lines)} x {lines[0].split(', ')[0]}", lines[0].split(", ")[1]]) if lines else ""
+
+
+class Job:
+    def __init__(self, name, words, env, seconds, alone=False):
+        self.name, self.words, self.env, self.seconds, self.alone = name, words, env, seconds, alone
+        self.passed, self.failed, self.skipped, self.took = 0, [], 0, 0.0
+
+    def run(self, folder, logs):
+        xml = logs / f"{self.name}.xml"
+        env = environment(folder, self.env)
+        env["GTEST_OUTPUT"] = f"xml:{xml}"
+        start = time.monotonic()
+        with open(logs / f"{self.name}.log", "wb") as log:
+            process = subprocess.Popen(self.words, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+            try:
+                status = process.wait(self.seconds)
+                end = f"status {status}" if status else ""
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, 9)
+                process.wait()
+                status, end = -1, f"not done after {self.seconds} s"
+        self.took = time.monotonic() - start
+        counts = count_tests.count_cases(xml)
+        if counts:
+            self.passed, self.failed, self.skipped = counts[0], list(counts[1]), counts[2]
+        elif not status:
+            self.passed = 1  # a program that is no GoogleTest
+        if status and not self.failed:
+            self.failed = [end]
+
+    def line(self):
+        return f"{self.name}: {self.passed} passed, {len(self.failed)} failed, {self.skipped} skipped in {self.took:.0f} s"
+
+
+def jobs_of(folder, part, total, wanted):
+    """Runs of the programs of a pack; those of one part of `total`."""
+    jobs = []
+    for program in sorted([*folder.glob("*_test"), *folder.glob("soak")]):
+        setting = SETTINGS.get(program.name, {})
+        plain = [("", {}, [])] if setting.get("run", True) else []
+        for suffix, env, arguments in plain + setting.get("also", []):
+            if env.get("TURNOUT_CUDA_LIBRARY") == "no_sm90" and not (folder / "libturnout_cuda_no_sm90.so").exists():
+                continue
+            under = [*SANITIZER, suffix] if suffix in ("memcheck", "racecheck") else []
+            if under and not shutil.which(under[0]):
+                continue
+            shards = 1 if under else setting.get("shards", 1)
+            for shard in range(shards):
+                name = program.name + (f".{suffix}" if suffix else "") + (f".{shard + 1}of{shards}" if shards > 1 else "")
+                split = {"GTEST_TOTAL_SHARDS": str(shards), "GTEST_SHARD_INDEX": str(shard)} if shards > 1 else {}
+                jobs.append(Job(name, [*under, str(program), *arguments], {**env, **split}, setting.get("seconds", 120), setting.get("alone", False)))
+    jobs = [job for job in jobs if wanted in job.name]
+    return jobs[part - 1 :: total]
+
+
+def run_jobs(jobs, folder, logs, at_once):
+    """All of them, some side by side; a line for each as it ends."""
+    waiting, lock = list(jobs), threading.Lock()
+
+    def work():
+        while True:
+            with lock:
+                if not waiting:
+                    return
+                job = waiting.pop(0)
+            job.run(folder, logs)
+            with lock:
+                print(job.line(), flush=True)
+                for name in job.failed:
+                    print(f"  FAILED {name}", flush=True)
+
+    threads = [threading.Thread(target=work) for _ in range(at_once)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def host_words():
+    cpu = next((line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "")
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    kernel = " ".join([platform.system(), platform.release(), platform.machine()])
+    return {"cpu": cpu, "cores": os.cpu_count(), "memory_gib": round(memory, 1), "kernel": kernel, "compiler": "", "isa": "", "load": os.getloadavg()[0]}
+
+
+def record(command, trees, words, cases=(), link=None, tests=None, host=None):
+    return {"schema": 1, "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "command": command, "tree": trees["tree"],
+            "tree_cuda": trees["tree_cuda"], "host": {**(host or host_words()), "gpu": words}, "link_GBps": link, "cases": list(cases),
+            "tests": tests or {"passed": 0, "failed": 0, "skipped": 0, "names": []}}
+
+
+def write(path, what):
+    pathlib.Path(path).write_text(json.dumps(what, indent=1) + "\n")
+    print(path)
+
+
+def test(args):
+    folder, number, words = pathlib.Path(args.folder).resolve(), *gpus()
+    trees = read_trees(folder)
+    part, total = (int(n) for n in args.part.split("/"))
+    logs = pathlib.Path(args.logs or folder / "logs").resolve()
+    logs.mkdir(parents=True, exist_ok=True)
+    jobs = jobs_of(folder, part, total, args.filter)
+    if not jobs:
+        sys.exit(f"gpu.py: no test of {folder} has {args.filter!r} in its name")
+    print(f"{words or 'no GPU'}: {len(jobs)} runs, {AT_ONCE} at a time")
+    run_jobs([job for job in jobs if not job.alone], folder, logs, AT_ONCE)
+    run_jobs([job for job in jobs if job.alone], folder, logs, 1)
+    passed, skipped = sum(j.passed for j in jobs), sum(j.skipped for j in jobs)
+    failed = [f"{j.name}: {name}" for j in jobs for name in j.failed]
+    for job in jobs:
+        if job.failed:
+            print(f"--- {job.name}\n" + (logs / f"{job.name}.log").read_text(errors="replace")[-max(args.tail, 1) :])
+    names = sorted(job.line().rsplit(" in ", 1)[0] for job in jobs) + [f"FAILED {name}" for name in failed]
+    if trees and number and not args.filter:
+        command = "./dev gpu-test" + (f" --part {args.part}" if total > 1 else "")
+        write(args.output, record(command, trees, words, tests={"passed": passed, "failed": len(failed), "skipped": skipped, "names": names}))
+    print(f"{passed} passed, {len(failed)} failed, {skipped} skipped")
+    return 1 if failed or not passed else 0
+
+
+def bench(args):
+    folder, number, words = pathlib.Path(args.folder).resolve(), *gpus()
+    trees = read_trees(folder)
+    ranks = args.ranks or max(number, 1)
+    with tempfile.TemporaryDirectory() as out:
+        path = pathlib.Path(out) / "bench.json"
+        command = [str(folder / "turnout"), "launch", "-n", str(ranks), "--", str(folder / "gpu_bench"), "--json", str(path), "--calls", str(args.calls)]
+        status = subprocess.run(command + (["--filter", args.filter] if args.filter else []), env=environment(folder), check=False).returncode
+        try:
+            report = json.loads(path.read_text())
+        except (OSError, ValueError):
+            sys.exit(f"gpu.py: gpu_bench ended with status {status} and left no report")
+    if trees and not args.filter and not status:
+        write(args.output, record("./dev gpu-bench", trees, words, report["cases"], report["link_GBps"], host=report["host"]))
+    return status
+
+
+def fresh(files):
+    """Whether some record's tree_cuda is that of HEAD."""
+    want = trees_here()["tree_cuda"]
+    for file in files or sorted(pathlib.Path("records").glob("*gpu*.json")):
+        if json.loads(pathlib.Path(file).read_text()).get("tree_cuda") == want:
+            print(f"{file}: made from this tree's CUDA code")
+            return 0
+    print("no record was made from this tree's CUDA code: ./dev gpu-test")
+    return 1
+
+
+def self_test():
+    """What a run makes of programs that pass, fail, hang and are missing their report."""
+    with tempfile.TemporaryDirectory() as out:
+        folder = pathlib.Path(out)
+        good = '#!/bin/sh\necho "<testsuites><testcase name=\\"a\\" status=\\"run\\"/></testsuites>" > "${GTEST_OUTPUT#xml:}"\n'
+        scripts = {"good_test": good, "plain_test": "#!/bin/sh\nexit 0\n", "bad_test": good + "exit 3\n", "slow_test": "#!/bin/sh\nsleep 60\n"}
+        for name, text in scripts.items():
+            (folder / name).write_text(text)
+            (folder / name).chmod(0o755)
+        SETTINGS["slow_test"] = {"seconds": 1}
+        jobs = jobs_of(folder, 1, 1, "")
+        run_jobs(jobs, folder, folder, 4)
+        seen = {job.name: (job.passed, job.failed) for job in jobs}
+        expected = {"good_test": (1, []), "plain_test": (1, []), "bad_test": (1, ["status 3"]), "slow_test": (0, ["not done after 1 s"])}
+        assert seen == expected, seen
+        parts = [job.name for n in (1, 2, 3) for job in jobs_of(folder, n, 3, "")]
+        assert sorted(parts) == sorted(scripts), parts
+    print("gpu.py: self-test passed")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--self-test", action="store_true")
+    commands = parser.add_subparsers(dest="command")
+    p = commands.add_parser("pack")
+    p.add_argument("build")
+    p.add_argument("folder")
+    p.add_argument("--try", dest="attempt", action="store_true")
+    p.add_argument("--trees", help="what `gpu.py trees` printed where the sources are from")
+    p.add_argument("--no-sm90", help="a libturnout_cuda.so built with DISABLE_SM90_FEATURES=1; the contract runs on it, too")
+    stamp = time.strftime("%Y-%m-%d-%H%M", time.gmtime())
+    for name in ("test", "bench"):
+        p = commands.add_parser(name)
+        p.add_argument("folder")
+        p.add_argument("--filter", default="", help="only what has this in its name; no record")
+        p.add_argument("--output", default=f"records/{stamp}-gpu-{name}.json")
+    commands.choices["test"].add_argument("--part", default="1/1")
+    commands.choices["test"].add_argument("--logs")
+    commands.choices["test"].add_argument("--tail", type=int, default=3000, help="characters shown of the log of what failed")
+    commands.choices["bench"].add_argument("--calls", type=int, default=200)
+    commands.choices["bench"].add_argument("--ranks", type=int, default=0, help="0: one per GPU")
+    commands.add_parser("trees")
+    commands.add_parser("fresh").add_argument("files", nargs="*")
+    args = parser.parse_args()
+    if args.self_test:
+        return self_test()
+    if args.command == "pack":
+        return pack(args.build, args.folder, args.attempt, args.trees, args.no_sm90)
+    if args.command == "trees":
+        print(json.dumps(clean_trees()))
+        return 0
+    if args.command == "fresh":
+        return fresh(args.files)
+    if args.command in ("test", "bench"):
+        return {"test": test, "bench": bench}[args.command](args)
+    parser.print_help()
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

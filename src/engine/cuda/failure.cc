@@ -1,0 +1,215 @@
+// Failure of the CUDA engine: what the hosts know is told to kernels that wait, what kernels noted becomes an error, and recovery.
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <string>
+
+#include "engine/cuda/engine.h"
+#include "engine/cuda/memory.h"
+#include "transport/device/driver.h"
+
+namespace turnout::engine::cuda {
+
+using transport::device::check;
+using transport::device::CurrentDevice;
+
+/// Kernels cannot see that a process has died, that a peer has closed its Buffer or that a host has stopped it; this thread does, and ends
+/// their waits.
+void Engine::watch_peers() {
+  std::unique_lock lock(watch_mutex_);
+  while (!watch_stop_.wait_for(lock, std::chrono::milliseconds(20), [&] { return stopping_; })) {
+    for (int r = 0; r < num_ranks_; ++r) {
+      volatile uint32_t& lost = words_->host()->lost[r];
+      if (r == rank_ || lost == kGone) continue;
+      if (host_->peer_state(r) == transport::PeerState::gone) lost = kGone;
+      else if (has_closed_ && has_closed_(r)) lost = kClosed;
+    }
+    if (!host_check_ || host_failure_) continue;
+    try {
+      host_check_();
+    } catch (const Error&) {
+      host_failure_ = std::current_exception();
+      stop_waiting();
+    }
+  }
+}
+
+void Engine::watch(std::function<bool(int)> has_closed, std::function<void()> host_check) {
+  std::lock_guard lock(watch_mutex_);
+  has_closed_ = std::move(has_closed);
+  host_check_ = std::move(host_check);
+}
+
+/// Remembers where calls are issued.
+void Engine::note_stream(cudaStream_t stream) {
+  if (std::find(streams_.begin(), streams_.end(), stream) == streams_.end()) streams_.push_back(stream);
+}
+
+/// Until everything that this rank issued has happened. Ranks that share a GPU must not wait for each other's kernels, which may wait for them.
+void Engine::finish_calls(std::string_view what) {
+  if (sharers_ == 1) return check(cudaDeviceSynchronize(), what);
+  for (cudaStream_t stream : streams_) {
+    if (capture_of(stream) == 0) check(cudaStreamSynchronize(stream), what);
+  }
+}
+
+namespace {
+
+constexpr std::array<const char*, 9> kPhases = {"?",    "header",      "offer", "ids of rows", "rows", "partial sums", "other blocks",
+                                                "rows", "partial sums"};
+
+/// What the device noted, in the terms of the public errors.
+WaitRecord public_record(const DeviceRecord& r) {
+  WaitRecord w;
+  w.rank = r.finder;
+  if (r.peer >= 0) w.peers = {r.peer};
+  w.lane = r.lane;
+  w.call = static_cast<CallKind>(r.call) == CallKind::combine ? "combine" : "dispatch";
+  w.epoch = static_cast<uint64_t>(r.epoch);
+  w.phase = r.phase >= 0 && static_cast<size_t>(r.phase) < kPhases.size() ? kPhases[static_cast<size_t>(r.phase)] : "?";
+  w.expected = static_cast<uint64_t>(r.expected);
+  w.seen = static_cast<uint64_t>(r.seen);
+  // Before its header and offer came the peer was not in the call.
+  const bool arrived = static_cast<Phase>(r.phase) != Phase::counts && static_cast<Phase>(r.phase) != Phase::offer;
+  w.peer_state = r.state == kLostPeer ? r.value == kGone ? "gone" : "closed" : arrived ? "silent" : "busy";
+  return w;
+}
+
+DeviceRecord read(const volatile DeviceRecord& from) {
+  DeviceRecord r;
+  r.state = from.state;
+  r.finder = from.finder;
+  r.peer = from.peer;
+  r.lane = from.lane;
+  r.call = from.call;
+  r.phase = from.phase;
+  r.k = from.k;
+  r.epoch = from.epoch;
+  r.expected = from.expected;
+  r.seen = from.seen;
+  r.value = from.value;
+  return r;
+}
+
+}  // namespace
+
+/// The Buffer is aborted: by a wait of this rank, by one of another rank (whose record lies in the arena), or by a host.
+void Engine::throw_abort(const DeviceRecord& own) {
+  DeviceRecord why = own;
+  if (why.state != kExpired && why.state != kLostPeer) {
+    {
+      std::lock_guard lock(watch_mutex_);
+      if (host_failure_) std::rethrow_exception(host_failure_);
+    }
+    check(cudaMemcpyAsync(&why, shared_->window->local() + shared_->arena.status + kAbortRecordOffset, sizeof why, cudaMemcpyDeviceToHost,
+                          side_stream_),
+          "cudaMemcpy");
+    check(cudaStreamSynchronize(side_stream_), "reading why the Buffer was aborted");
+  }
+  const WaitRecord record = public_record(why);
+  const std::string text = record.to_string() + " (this Buffer stays aborted on all ranks until recover())";
+  if (why.state == kLostPeer) throw PeerFailed(text, record);
+  throw PeerTimeout(text, record);
+}
+
+void Engine::throw_record() {
+  volatile DeviceRecord& from = words_->host()->record;
+  const DeviceRecord r = read(from);
+  if (r.state <= kExpired || r.state == kLostPeer || r.state == ~uint64_t{0}) {
+    CurrentDevice current(device_);
+    throw_abort(r);
+  }
+  CurrentDevice current(device_);
+  std::string message;
+  if (r.state == 3)
+    message = std::string(static_cast<CallKind>(r.call) == CallKind::combine ? "combine" : "dispatch") + ": refused by rank " +
+              std::to_string(r.peer) + ", whose own error says why";
+  if (r.state == 4) {
+    message = "dispatch: topk_idx[" + std::to_string(r.expected) + "][" + std::to_string(r.k) + "] is " + std::to_string(r.value) +
+              ", but experts are 0 to " + std::to_string(config_.num_experts - 1) + ", and -1 is none";
+  }
+  if (r.state == 2) {
+    const Arena& arena = shared_->arena;
+    const int copy = static_cast<int>(r.epoch % arena.depth);
+    std::vector<CallFacts> facts;
+    for (int s = 0; s < num_ranks_; ++s) {
+      std::vector<uint32_t> words_of(arena.header_bytes / 4);
+      check(cudaMemcpyAsync(words_of.data(), shared_->window->local() + arena.header_at(r.lane, copy, s), arena.header_bytes, cudaMemcpyDeviceToHost,
+                            side_stream_),
+            "cudaMemcpy");
+      check(cudaStreamSynchronize(side_stream_), "reading headers");
+      std::array<int64_t, HeaderInts::kNumFacts> values;
+      for (int i = 0; i < HeaderInts::kNumFacts; ++i) {
+        const auto at = [&](int payload) {
+          return static_cast<uint64_t>(words_of[static_cast<size_t>(payload / kWordPayload * 4 + payload % kWordPayload)]);
+        };
+        values[static_cast<size_t>(i)] = static_cast<int64_t>(at(HeaderInts::kFactValues + 2 * i) | at(HeaderInts::kFactValues + 2 * i + 1) << 32);
+      }
+      CallFacts f;
+      std::memcpy(static_cast<void*>(&f), values.data(), sizeof f);
+      facts.push_back(f);
+    }
+    message = "ranks disagree about this call" + disagreement(facts);
+  }
+  // One call failed on all ranks; the next ones do not.
+  from.state = 0;
+  throw InvalidArgument(message);
+}
+
+void Engine::raise_failure() {
+  auto* words = words_->host();
+  const uint64_t status = *static_cast<volatile uint64_t*>(&words->status), state = *static_cast<volatile uint64_t*>(&words->record.state);
+  if (status > generation_ || (state >= 2 && state != ~uint64_t{0})) throw_record();
+}
+
+void Engine::synchronize() {
+  CurrentDevice current(device_);
+  {
+    std::lock_guard lock(mutex_);
+    finish_calls("synchronize");
+  }
+  raise_failure();
+}
+
+void Engine::stop_waiting() { *static_cast<volatile uint64_t*>(&words_->host()->abort) = generation_ + 1; }
+
+void Engine::recover() {
+  CurrentDevice current(device_);
+  std::lock_guard lock(mutex_);
+  finish_calls("recover: waiting for earlier calls");
+  // Everybody has left their calls once all have arrived here. Epochs are made equal again, above all that were used.
+  std::vector<uint32_t> mine;
+  for (int l = 0; l < config_.num_lanes; ++l) {
+    uint32_t epoch = 0;
+    check(cudaMemcpyAsync(&epoch, lane_controls_[l].epoch, sizeof epoch, cudaMemcpyDeviceToHost, side_stream_), "cudaMemcpy");
+    check(cudaStreamSynchronize(side_stream_), "reading epochs");
+    mine.push_back(epoch);
+  }
+  const auto all = bootstrap_.all_gather("recover", std::as_bytes(std::span(mine)));
+  const uint64_t next_generation = generation_ + 1;
+  for (size_t l = 0; l < lanes_.size(); ++l) {
+    uint32_t latest = 0;
+    for (const auto& bytes : all) {
+      uint32_t epoch = 0;
+      if (bytes.size() == mine.size() * sizeof epoch) std::memcpy(&epoch, bytes.data() + l * sizeof epoch, sizeof epoch);
+      latest = std::max(latest, epoch);
+    }
+    LaneControl fresh;
+    std::fill(std::begin(fresh.epoch), std::end(fresh.epoch), latest + 1);
+    check(cudaMemcpyAsync(lane_controls_ + l, &fresh, sizeof fresh, cudaMemcpyHostToDevice, side_stream_), "cudaMemcpy");
+    check(cudaStreamSynchronize(side_stream_), "writing epochs");
+    lanes_[l].outstanding = 0;
+  }
+  {
+    std::lock_guard watch_lock(watch_mutex_);
+    generation_ = next_generation;
+    host_failure_ = nullptr;
+  }
+  check(cudaMemcpyAsync(&control_->generation, &generation_, sizeof generation_, cudaMemcpyHostToDevice, side_stream_), "cudaMemcpy");
+  check(cudaStreamSynchronize(side_stream_), "writing the generation");
+  *static_cast<volatile uint64_t*>(&words_->host()->status) = 0;
+  std::memset(static_cast<void*>(&words_->host()->record), 0, sizeof(DeviceRecord));
+  bootstrap_.barrier("recovered");
+}
+
+}  // namespace turnout::engine::cuda

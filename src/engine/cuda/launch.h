@@ -1,0 +1,27 @@
+// Launches of kernels that follow each other closely.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <cstddef>
+
+namespace turnout::engine::cuda {
+
+/// With `chained` the kernel may start while the one before it in the stream still runs (once all blocks of that one have called
+/// let_next_start, or have ended): it must itself wait for what it needs.
+template <class... Parameters, class... Arguments>
+cudaError_t launch_kernel(void (*kernel)(Parameters...), int blocks, int threads, size_t shared_bytes, cudaStream_t stream, bool chained,
+                          const Arguments&... arguments) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = chained ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+}  // namespace turnout::engine::cuda

@@ -1,0 +1,325 @@
+// A combine in low_latency mode: one kernel. A block takes a row that another rank sent, adds its experts' rows in k order, rounds,
+// and writes the partial sum in flagged words to staging of the source; then it takes tokens of its own and adds what comes back,
+// ranks ascending. A thread owns a unit of 24 channels from the first load to the last store; nothing goes through shared memory.
+// A warp finds the terms of its row itself. The last warp has no units: it keeps the books (masks, scalars, num_lost).
+#include "engine/cuda/device/chunk.cuh"
+#include "engine/cuda/kernels.h"
+#include "engine/cuda/low_latency/format.h"
+#include "engine/cuda/low_latency/parts.cuh"
+
+namespace turnout::engine::cuda {
+namespace low_latency {
+namespace {
+
+/// 299 units of a row of 7168, and the clerk. Rows without alignment have more to do with fewer threads.
+template <bool kFast>
+inline constexpr int kThreads = kFast ? 320 + 32 : 256;
+/// Entries of a token that a lane holds: 32 or 64 a warp.
+template <bool kFast>
+inline constexpr int kHalvesOf = kFast ? 1 : 2;
+
+__device__ __forceinline__ int num_unit_threads() { return num_threads() - 32; }
+__device__ __forceinline__ bool is_clerk() { return warp_id() == num_warps() - 1; }
+
+/// The scalar of entry `k` of received row `n`, where there is one.
+template <int kHalves>
+__device__ __forceinline__ float scalar_of(const CombineArgs& a, const Terms<kHalves>& t, int n, int h) {
+  const int k = h * 32 + lane_id();
+  if (k >= a.num_topk || t.row[h] < 0) return 0.0f;
+  return a.layout == Layout::rank_major ? a.side[static_cast<int64_t>(n) * a.num_topk + k] : a.side[t.row[h]];
+}
+
+/// The mask of a partial sum, and its scalars. One warp.
+template <int kHalves>
+__device__ __forceinline__ void send_books(const Work& w, const Terms<kHalves>& t, int n, uint4* to) {
+  const CombineArgs& a = w.a;
+  if (lane_id() == 0) store_word(to + w.f.mask, uint4{static_cast<uint32_t>(t.mask), static_cast<uint32_t>(t.mask >> 32), 0, w.call.epoch});
+  if (!a.has_side) return;
+  float scalar[kHalves];
+#pragma unroll
+  for (int h = 0; h < kHalves; ++h) scalar[h] = scalar_of(a, t, n, h);
+  for (int first = 0; first < a.num_topk; first += kWordPayload) {
+    uint32_t p[kWordPayload];
+    for (int x = 0; x < kWordPayload; ++x) {
+      const int k = first + x;
+      p[x] = __float_as_uint(entry_of(scalar, k));
+    }
+    if (lane_id() == 0) store_word(to + w.f.mask + 1 + first / kWordPayload, uint4{p[0], p[1], p[2], w.call.epoch});
+  }
+}
+
+/// The rows of other ranks that worker `worker` owes a partial sum, one after the other: row `i` of `source`, which is row n here.
+struct Owed {
+  int source, first, at;  ///< rows of the sources before `source`
+
+  __device__ Owed(const Work& w, int worker) : source((w.a.common.team.rank + 1) % w.a.common.team.num_ranks), first(0), at(worker) {}
+  __device__ bool next(const Work& w, int* n, uint4** to) {
+    const Common& c = w.a.common;
+#pragma unroll 1
+    while (source != c.team.rank) {
+      const int rows = w.begins[source + 1] - w.begins[source], i = at - first;
+      if (i < rows) {
+        *n = w.begins[source] + i;
+        *to = reinterpret_cast<uint4*>(c.team.base[source] + c.arena.ll_combine_at(c.lane, w.call.copy, 0, w.records[source] + i));
+        at += num_workers();
+        return true;
+      }
+      first += rows;
+      source = (source + 1) % c.team.num_ranks;
+    }
+    return false;
+  }
+};
+
+template <DType kType>
+__device__ __forceinline__ void send_unit(const Work& w, uint4* to, int unit, const uint32_t* p) {
+  if (unit >= w.f.units) return;
+#pragma unroll
+  for (int j = 0; j < kWords<kType>; ++j) store_word(to + j * w.f.units + unit, uint4{p[3 * j], p[3 * j + 1], p[3 * j + 2], w.call.epoch});
+}
+
+/// All that worker `worker` owes, by one warp: for a block that has not started. Slow, but it hardly ever happens.
+template <DType kType, bool kFast>
+__device__ __noinline__ void send_for(Work w, int worker) {
+  int n = 0;
+  uint4* to = nullptr;
+  for (Owed owed(w, worker); owed.next(w, &n, &to);) {
+    const Terms<kHalvesOf<kFast>> t = terms_of(w.a, n, ask_terms<kHalvesOf<kFast>>(w.a, n));
+    send_books(w, t, n, to);
+    if (t.mask == 0) continue;
+#pragma unroll 1
+    for (int base = 0; base < w.f.units; base += 32) {
+      const int unit = base + lane_id();
+      uint32_t p[kPayload<kType>];
+      sum_terms<kType, kFast>(w, t, place_of<kType>(w.a, unit, w.f.units, unit < w.f.units), p);
+      send_unit<kType>(w, to, unit, p);
+    }
+  }
+}
+
+/// Adds a unit of a token: `mine` (if `own`) and what comes back, ranks ascending. False for a thread that gave up.
+template <DType kType, bool kFast, int kHalves>
+__device__ __forceinline__ bool add_unit(const Work& w, int64_t token, const Parts<kHalves>& parts, uint64_t own, const Place& place, int unit,
+                                         const uint32_t* mine) {
+  const CombineArgs& a = w.a;
+  const int me = a.common.team.rank;
+  const bool active = unit < w.f.units;
+  uint32_t part[kPayload<kType>];
+  float sum[kUnit];
+#pragma unroll
+  for (int i = 0; i < kUnit; ++i) sum[i] = -0.0f;
+  bool some = false;
+#pragma unroll 1
+  for (int rank = -1, at = 0; (rank = next_part(parts, rank, &at)) >= 0;) {
+    uint64_t mask = own;
+    if (rank != me && !__all_sync(kFull, receive_unit<kType>(w, rank, staged(w, rank, at), unit, active, &mask, part))) return false;
+    if (!mask) continue;
+    some = true;
+#pragma unroll
+    for (int i = 0; i < kPayload<kType>; ++i) part[i] = rank == me ? mine[i] : part[i];
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) sum[i] += value_of<kType>(part, i);
+  }
+#pragma unroll
+  for (int i = 0; i < kUnit; ++i) sum[i] = some ? sum[i] : 0.0f;
+  round_unit<kType>(sum, part);
+  store_unit<kType, kFast>(a.out + token * a.out_stride, place, part);
+  return true;
+}
+
+/// The first token of a block, asked for before anything else.
+template <int kHalves>
+struct First {
+  Parts<kHalves> parts;
+  int own_row;
+  Terms<kHalves> own;
+};
+template <int kHalves>
+__device__ __forceinline__ First<kHalves> first_of(const Work& w, const Parts<kHalves>& asked) {
+  First<kHalves> f;
+  f.parts = parts_of(w, asked);
+  f.own_row = own_row_of(w, f.parts);
+  f.own = ask_terms<kHalves>(w.a, f.own_row);
+  return f;
+}
+
+/// What a warp of units does: partial sums for others, then its own tokens. One loop, so that the code of adding is there once.
+template <DType kType, bool kFast, int kHalves>
+__device__ __forceinline__ bool work_on_units(const Work& w, int worker, First<kHalves> now) {
+  const CombineArgs& a = w.a;
+  Owed owed(w, worker);
+  int64_t token = worker;
+#pragma unroll 1
+  for (bool sends = true;;) {
+    int n = now.own_row;
+    uint4* to = nullptr;
+    sends = sends && owed.next(w, &n, &to);
+    if (!sends && token >= a.num_tokens) return true;
+    const Terms<kHalves> t = terms_of(a, n, sends ? ask_terms<kHalves>(a, n) : now.own);
+    if (sends && t.mask == 0) continue;  // all of it was dropped: the mask says so
+#pragma unroll 1
+    for (int base = warp_id() * 32; base < w.f.units; base += num_unit_threads()) {
+      const int unit = base + lane_id();
+      const Place place = place_of<kType>(a, unit, w.f.units, unit < w.f.units);
+      uint32_t p[kPayload<kType>];
+      if (t.mask) sum_terms<kType, kFast>(w, t, place, p);
+      if (sends) send_unit<kType>(w, to, unit, p);
+      else if (!add_unit<kType, kFast>(w, token, now.parts, t.mask, place, unit, p)) return false;
+    }
+    if (sends) continue;
+    token += num_workers();
+    now = first_of(w, ask_parts<kHalves>(a, token));
+  }
+}
+
+/// The books of a token: what was lost of it, and its scalars. What the clerk does. False for a thread that gave up.
+template <int kHalves>
+__device__ __forceinline__ bool keep_books(const Work& w, int64_t token, const Parts<kHalves>& parts, int own_row, const Terms<kHalves>& asked) {
+  const CombineArgs& a = w.a;
+  const int me = a.common.team.rank;
+  const Terms<kHalves> own = terms_of(a, own_row, asked);
+  uint64_t present = own.mask;
+  float scalar[kHalves];
+#pragma unroll
+  for (int h = 0; h < kHalves; ++h) scalar[h] = a.has_side && own_row >= 0 ? scalar_of(a, own, own_row, h) : 0.0f;
+  for (int rank = -1, at = 0; (rank = next_part(parts, rank, &at)) >= 0;) {
+    if (rank == me) continue;
+    const uint4* from = staged(w, rank, at);
+    uint4 word;
+    bool good = wait_for_word(a.common, Phase::low_latency_partials, rank, w.call.epoch, true, from + w.f.mask, &word);
+    const uint64_t mask = word.x | static_cast<uint64_t>(word.y) << 32;
+    if (good && a.has_side) good = receive_scalars(w, rank, from, mask, scalar);
+    if (!__all_sync(kFull, good)) return false;
+    present |= mask;
+  }
+  int lost = 0;
+#pragma unroll
+  for (int h = 0; h < kHalves; ++h) {
+    const int k = h * 32 + lane_id();
+    lost += __popc(__ballot_sync(kFull, (parts.asked >> h & 1) && !(present >> k & 1)));
+    if (a.out_side && k < a.num_topk) a.out_side[token * a.num_topk + k] = scalar[h];
+  }
+  if (lane_id() == 0) a.num_lost[token] = lost;
+  return true;
+}
+
+/// What the clerk does: facts, the books of what is sent, the work of blocks that have not started, the books of tokens.
+template <DType kType, bool kFast, int kHalves>
+__device__ __forceinline__ bool work_on_books(const Work& w, int worker, First<kHalves> now, FactWords* facts) {
+  const CombineArgs& a = w.a;
+  const Common& c = a.common;
+  if (block() == 0) send_facts(c, w.call, facts);
+  if (worker >= 0) {
+    int n = 0;
+    uint4* to = nullptr;
+#pragma unroll 1
+    for (Owed owed(w, worker); owed.next(w, &n, &to);) send_books(w, terms_of(a, n, ask_terms<kHalves>(a, n)), n, to);
+  }
+#pragma unroll 1
+  for (int b = next_unstarted(c, w.call.epoch, 0, true); b >= 0; b = next_unstarted(c, w.call.epoch, b + 1, false)) {
+    if (b == 0) send_facts(c, w.call, facts);
+    if (worker_of(b) >= 0) send_for<kType, kFast>(w, worker_of(b));
+  }
+  if (!all_agree(c, w.call)) return false;
+#pragma unroll 1
+  for (int64_t t = worker; worker >= 0 && t < a.num_tokens; t += num_workers()) {
+    if (t != worker) now = first_of(w, ask_parts<kHalves>(a, t));
+    if (!keep_books(w, t, now.parts, now.own_row, now.own)) return false;
+  }
+  return true;
+}
+
+/// What a failed call leaves: NaN, or 0 for scalars.
+__device__ void poison(const CombineArgs& a, int worker) {
+  for (int64_t t = worker; t < a.num_tokens; t += num_workers()) {
+    for (int64_t i = thread(); i < a.hidden; i += num_threads()) store_value(a.dtype, a.out + t * a.out_stride, i, NAN);
+    if (thread() == 0) a.num_lost[t] = 0;
+    for (int k = thread(); a.out_side && k < a.num_topk; k += num_threads()) a.out_side[t * a.num_topk + k] = 0.0f;
+  }
+}
+
+template <DType kType, bool kFast>
+__global__ void __launch_bounds__(kThreads<kFast>, 1) combine_kernel(const __grid_constant__ CombineArgs a) {
+  __shared__ int32_t begins[kMaxRanks + 1], records[kMaxRanks], sent[kMaxRanks], send_offset[kMaxRanks + 1];
+  __shared__ FactWords facts;
+  constexpr int kHalves = kHalvesOf<kFast>;
+  const Common& c = a.common;
+  const int ranks = c.team.num_ranks, worker = worker_of(block());
+  const bool clerk = is_clerk();
+  // Everything that depends on nothing is asked for first.
+  const Start start = start_of(c);
+  const Parts<kHalves> parts = ask_parts<kHalves>(a, worker >= 0 ? worker : a.num_tokens);
+  for (int s = thread(); s <= ranks; s += num_threads()) {
+    begins[s] = a.routing.recv_begin[s];
+    send_offset[s] = a.routing.send_offset[s];
+    if (s < ranks) records[s] = a.routing.record_begin[s], sent[s] = a.routing.sent[s];
+  }
+  const Call call = start.call;
+  bool good = !__syncthreads_or(start.over);
+  if (good) {
+    const Work w{a, call, PartialFormat::of(a.hidden, kElement<kType>, a.num_topk, a.has_side), begins, records, sent, send_offset};
+    const First<kHalves> first = first_of(w, parts);
+    if (clerk) good = work_on_books<kType, kFast>(w, worker, first, &facts);
+    else if (worker >= 0) good = work_on_units<kType, kFast>(w, worker, first);
+    good = __syncthreads_and(good);
+    if (block() == 0) {
+      const bool heard = receive_headers(c, call, HeaderInts::kRows, &facts, [](int, int, uint32_t) {});
+      good = __syncthreads_and(heard) && good;
+    }
+  }
+  if (!good && worker >= 0) poison(a, worker);
+  __syncthreads();
+  tell_expired(c, call.epoch);
+  if (c.last_of_send) advance_epoch(c, call.epoch);
+}
+
+template <DType kType>
+cudaError_t launch(const CombineArgs& a, int blocks, cudaStream_t stream) {
+  const auto bits = reinterpret_cast<uintptr_t>(a.y) | reinterpret_cast<uintptr_t>(a.out) | static_cast<uintptr_t>(a.y_stride) |
+                    static_cast<uintptr_t>(a.out_stride);
+  const int units = PartialFormat::of(a.hidden, kElement<kType>, a.num_topk, false).units;
+  const int wanted = static_cast<int>(core::align_up(units, 32)) + 32;
+  const auto threads = [&](int most) { return wanted < 128 ? 128 : wanted > most ? most : wanted; };
+  if (bits % 16 == 0 && a.hidden % kUnitChunk == 0 && a.num_topk <= 32)
+    combine_kernel<kType, true><<<blocks, threads(kThreads<true>), 0, stream>>>(a);
+  else combine_kernel<kType, false><<<blocks, threads(kThreads<false>), 0, stream>>>(a);
+  return cudaGetLastError();
+}
+template <DType kType>
+cudaError_t load() {
+  cudaFuncAttributes unused;
+  const cudaError_t bad = cudaFuncGetAttributes(&unused, combine_kernel<kType, true>);
+  return bad ? bad : cudaFuncGetAttributes(&unused, combine_kernel<kType, false>);
+}
+
+}  // namespace
+}  // namespace low_latency
+
+bool can_ll_combine(const CombineArgs& a) {
+  const Arena& arena = a.common.arena;
+  const bool type = a.dtype == DType::bf16 || a.dtype == DType::fp16 || a.dtype == DType::fp32;
+  if (!type || a.wire != Wire::payload || a.node_of_rank || arena.ll_tokens == 0) return false;
+  const PartialFormat f = PartialFormat::of(a.hidden, static_cast<int>(size_of(a.dtype)), a.num_topk, a.has_side);
+  const int parts = a.num_topk < a.common.team.num_ranks ? a.num_topk : a.common.team.num_ranks;
+  return static_cast<size_t>(f.num_words) * 16 <= arena.ll_combine_row && parts <= arena.ll_combine_copies;
+}
+
+int ll_combine_blocks(const CombineArgs& a, int num_sms) {
+  const int64_t most = a.common.arena.ll_tokens + 1;
+  return static_cast<int>(most < num_sms ? most : num_sms);
+}
+
+cudaError_t launch_ll_combine(const CombineArgs& a, int blocks, cudaStream_t stream) {
+  if (a.dtype == DType::bf16) return low_latency::launch<DType::bf16>(a, blocks, stream);
+  if (a.dtype == DType::fp16) return low_latency::launch<DType::fp16>(a, blocks, stream);
+  return low_latency::launch<DType::fp32>(a, blocks, stream);
+}
+
+cudaError_t prepare_ll_combine() {
+  for (const cudaError_t bad : {low_latency::load<DType::bf16>(), low_latency::load<DType::fp16>(), low_latency::load<DType::fp32>()}) {
+    if (bad) return bad;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace turnout::engine::cuda

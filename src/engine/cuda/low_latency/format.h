@@ -1,0 +1,56 @@
+// What low-latency rows look like on their way: flagged words (three 32-bit words of payload and the epoch), so that neither a
+// fence nor a signal is needed. Sizes for host and device.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "engine/cuda/args.h"
+
+namespace turnout::engine::cuda {
+
+constexpr TURNOUT_HOST_DEVICE int64_t words_for(int64_t bytes) { return core::ceil_div(bytes, static_cast<int64_t>(kWordPayload * 4)); }
+
+/// A dispatched row, in bytes: x, scales, side arrays, each from a multiple of 16 on; then, where the routing is new, what its
+/// receiver must know of every k.
+struct RowFormat {
+  int32_t scales, side, meta, num_bytes, num_words;
+
+  TURNOUT_HOST_DEVICE static RowFormat of(const DispatchArgs& a) {
+    RowFormat f{};
+    f.scales = static_cast<int32_t>(core::align_up(a.x_bytes, 16));
+    f.side = f.scales + static_cast<int32_t>(core::align_up(a.scale_bytes, 16));
+    f.meta = f.side;
+    for (int s = 0; s < a.num_side; ++s) f.meta += static_cast<int32_t>(core::align_up(a.side[s].bytes, 16));
+    f.num_bytes = f.meta + (a.cached ? 0 : a.num_topk * 12);  // id, earlier pairs of it, weight
+    f.num_words = static_cast<int32_t>(words_for(f.num_bytes));
+    return f;
+  }
+};
+/// Enough for any dispatch of rows of `row_bytes` (before quantisation) and side arrays of `side_bytes` in all.
+constexpr size_t ll_dispatch_bytes(int64_t row_bytes, int64_t side_bytes, int num_topk) {
+  const int64_t side = side_bytes ? side_bytes + 15 * int64_t{kMaxSide} : 0;
+  return static_cast<size_t>(words_for(core::align_up(row_bytes, 16) + 32 + core::align_up(side, 16) + num_topk * 12) * 16);
+}
+
+/// A partial sum: a unit is three chunks of eight channels, which one thread adds. Word j of unit u is at j * units + u, so that
+/// neighbours write side by side. Behind them the mask of the k's in the sum, then one scalar per k.
+struct PartialFormat {
+  static constexpr int kUnit = 24;
+  int32_t units, words_per_unit, mask, num_words;
+
+  TURNOUT_HOST_DEVICE static constexpr PartialFormat of(int64_t hidden, int element_bytes, int num_topk, bool side) {
+    PartialFormat f{};
+    f.units = static_cast<int32_t>(core::ceil_div(core::ceil_div(hidden, int64_t{8}), int64_t{3}));
+    f.words_per_unit = kUnit * element_bytes / (kWordPayload * 4);
+    f.mask = f.units * f.words_per_unit;
+    f.num_words = f.mask + 1 + (side ? (num_topk + kWordPayload - 1) / kWordPayload : 0);
+    return f;
+  }
+};
+constexpr size_t ll_combine_bytes(int64_t row_bytes, int num_topk) {
+  const PartialFormat two = PartialFormat::of(core::ceil_div(row_bytes, int64_t{2}), 2, num_topk, true);
+  const PartialFormat four = PartialFormat::of(core::ceil_div(row_bytes, int64_t{4}), 4, num_topk, true);
+  return static_cast<size_t>(two.num_words > four.num_words ? two.num_words : four.num_words) * 16;
+}
+
+}  // namespace turnout::engine::cuda

@@ -1,0 +1,194 @@
+// How the one kernel of a low-latency call keeps the rule that blocks wait only for blocks that have started or for remote
+// senders: work is given out by block index, which needs no atomic; before a block waits it looks whether all others have
+// started, and sends what those owe that have not. A row that is sent twice is the same words twice.
+#pragma once
+#include "engine/cuda/device/header.cuh"
+#include "engine/cuda/device/rows.cuh"
+
+namespace turnout::engine::cuda::low_latency {
+
+__device__ __forceinline__ int thread() { return static_cast<int>(threadIdx.x); }
+__device__ __forceinline__ int num_threads() { return static_cast<int>(blockDim.x); }
+__device__ __forceinline__ int block() { return static_cast<int>(blockIdx.x); }
+__device__ __forceinline__ int num_blocks() { return static_cast<int>(gridDim.x); }
+
+/// Block 0 tells the others what this rank does and checks what they say; rows are for the rest, if there is a rest.
+__device__ __forceinline__ int num_workers() { return num_blocks() > 1 ? num_blocks() - 1 : 1; }
+__device__ __forceinline__ int worker_of(int block_index) { return num_blocks() > 1 ? block_index - 1 : 0; }
+
+/// A wait that has expired in this block. The waits of these kernels are many and inlined; what an expiry takes is written down
+/// here and told to everybody in one place, at the end of the kernel, so that the code of waiting stays small.
+struct Expired {
+  uint32_t claimed;
+  int32_t phase, peer;
+  uint32_t seen;
+};
+__device__ __forceinline__ Expired& expired() {
+  __shared__ Expired e;
+  return e;
+}
+
+/// wait_until() for these kernels.
+template <class Ready, class Seen>
+__device__ __forceinline__ bool wait_for(const Common& c, Phase phase, int peer, uint32_t epoch, bool inside, Ready ready, Seen seen) {
+  uint64_t start = 0, next_look = 0;
+#pragma unroll 1
+  for (uint32_t i = 0;; ++i) {
+    if (ready()) return true;
+    if (i % 64 != 63) continue;
+    if (is_aborted(c) || *reinterpret_cast<const volatile uint32_t*>(&c.lane_control->failed) == epoch) return false;
+    const uint64_t now = clock_ns();
+    if (start == 0) start = now, next_look = now + 50'000;
+    if (now < next_look) continue;
+    next_look = now + 10'000;  // host words lie across PCIe
+    if (*reinterpret_cast<volatile uint64_t*>(&c.host->abort) > c.control->generation) {
+      store_relaxed(status_of(c, c.team.rank), c.control->generation + 1);
+      *reinterpret_cast<volatile uint64_t*>(&c.host->status) = c.control->generation + 1;
+      return false;
+    }
+    if (now - start > (inside ? c.control->timeout_ns : c.control->busy_ns)) {
+      if (atomicExch(&expired().claimed, 1u) == 0) expired().phase = static_cast<int32_t>(phase), expired().peer = peer, expired().seen = seen();
+      return false;
+    }
+  }
+}
+__device__ __forceinline__ bool wait_for_word(const Common& c, Phase phase, int peer, uint32_t epoch, bool inside, const uint4* p, uint4* word) {
+  return wait_for(
+      c, phase, peer, epoch, inside,
+      [&] {
+        *word = load_word(p);
+        return word->w == epoch;
+      },
+      [&] { return word->w; });
+}
+/// At the start, before a barrier; and at the end, after one.
+__device__ __forceinline__ void clear_expired() {
+  if (thread() == 0) expired().claimed = 0;
+}
+__device__ __forceinline__ void tell_expired(const Common& c, uint32_t epoch) {
+  if (thread() != 0 || expired().claimed == 0) return;
+  decltype(HostWords::record) r{};
+  r.state = 1;
+  r.peer = expired().peer;
+  r.phase = expired().phase;
+  r.epoch = r.expected = epoch;
+  r.seen = expired().seen;
+  give_up(c, r);
+}
+
+struct Start {
+  Call call;
+  bool over;  ///< nothing should be done
+};
+/// What a kernel must know first. The loads do not wait for each other.
+__device__ __forceinline__ Start start_of(const Common& c) {
+  const uint32_t before = *reinterpret_cast<const volatile uint32_t*>(&c.lane_control->epoch[block() % kMaxChannels]);
+  const uint32_t failed = *reinterpret_cast<const volatile uint32_t*>(&c.lane_control->failed);
+  const uint64_t status = load_relaxed(status_of(c, c.team.rank));
+  const uint64_t generation = *reinterpret_cast<const volatile uint64_t*>(&c.control->generation);
+  const uint32_t epoch = before + 1;
+  const Call call{epoch, static_cast<int>(epoch % static_cast<uint32_t>(c.arena.depth))};
+  if (thread() == 0) *reinterpret_cast<volatile uint32_t*>(&c.lane_control->started[block()]) = epoch;
+  clear_next_tickets(c, call);
+  clear_expired();
+  const bool over = failed == epoch || status > generation;
+  return {call, over && is_over(c, call)};
+}
+
+__device__ __forceinline__ bool has_started(const Common& c, int b, uint32_t epoch) {
+  return *reinterpret_cast<const volatile uint32_t*>(&c.lane_control->started[b]) == epoch;
+}
+/// Blocks start within microseconds of each other, unless others hold the GPU.
+inline constexpr uint64_t kStartTime = 20'000;
+
+/// For one warp: the next block from `next` on that has not started, -1: none. `first`: they have some time for it.
+__device__ __forceinline__ int next_unstarted(const Common& c, uint32_t epoch, int next, bool first) {
+  if (first) {
+    const uint64_t begin = clock_ns();
+#pragma unroll 1
+    for (bool late = false; !late;) {
+      bool all = true;
+#pragma unroll 1
+      for (int b = lane_id(); b < num_blocks(); b += 32) all = all && has_started(c, b, epoch);
+      if (__all_sync(kFull, all)) return -1;
+      late = __any_sync(kFull, clock_ns() - begin > kStartTime);
+    }
+  }
+#pragma unroll 1
+  for (; next < num_blocks(); ++next) {
+    if (__any_sync(kFull, !has_started(c, next, epoch))) return next;
+  }
+  return -1;
+}
+
+/// For a block: calls `send(b)` for itself and then for those that have not started. `meanwhile()` asks for what comes next, while
+/// the answer to who has started is on its way. One loop, so that the code of sending is there once.
+template <class Send, class Meanwhile>
+__device__ __forceinline__ void send_for_all(const Common& c, uint32_t epoch, Send send, Meanwhile meanwhile) {
+  int next = 0;
+#pragma unroll 1
+  for (int b = block();;) {
+    send(b);
+    if (b == block()) {
+      bool all = true;
+#pragma unroll 1
+      for (int i = thread(); i < num_blocks(); i += num_threads()) all = has_started(c, i, epoch) && all;
+      meanwhile();
+      if (!__syncthreads_or(!all)) return;
+      __shared__ int found;
+      if (warp_id() == 0) {
+        const int unstarted = next_unstarted(c, epoch, 0, true);
+        if (lane_id() == 0) found = unstarted;
+      }
+      __syncthreads();
+      next = found;
+      if (next < 0) return;
+    } else {
+      ++next;
+    }
+    // From here on all blocks in doubt are served; one that has started since sends the same.
+    while (next < num_blocks() && !__syncthreads_or(thread() == 0 && !has_started(c, next, epoch))) ++next;
+    if (next >= num_blocks()) break;
+    b = next;
+  }
+  __syncthreads();
+}
+
+__device__ __forceinline__ const uint4* header_words(const Common& c, Call call, int source) {
+  return reinterpret_cast<const uint4*>(c.team.base[c.team.rank] + c.arena.header_at(c.lane, call.copy, source));
+}
+
+/// The header of a call without counts, by one warp.
+__device__ __forceinline__ void send_facts(const Common& c, Call call, FactWords* facts) {
+  constexpr int kNum = (HeaderInts::kRows + kWordPayload - 1) / kWordPayload;
+  if (lane_id() == 0) fill_facts(c, call.epoch, false, 0, facts);
+  __syncwarp();
+#pragma unroll 1
+  for (int i = lane_id(); i < kNum * c.team.num_ranks; i += 32) {
+    const int rank = i / kNum, w = i % kNum;
+    uint32_t p[kWordPayload];
+#pragma unroll 1
+    for (int j = 0; j < kWordPayload; ++j) p[j] = w * kWordPayload + j < HeaderInts::kRows ? facts->words[w * kWordPayload + j] : 0;
+    store_word(reinterpret_cast<uint4*>(c.team.base[rank] + c.arena.header_at(c.lane, call.copy, c.team.rank)) + w,
+               uint4{p[0], p[1], p[2], call.epoch});
+  }
+}
+
+/// Whether all ranks take part with the same facts, for one warp; a block that hears no does nothing more. Block 0 makes the record.
+static_assert(HeaderInts::kHash == 0 && HeaderInts::kRefused == 2, "the first word of a header says it all");
+__device__ __forceinline__ bool all_agree(const Common& c, Call call) {
+  bool good = true;
+  uint4 mine{};
+#pragma unroll 1
+  for (int at = 0; at < c.team.num_ranks && good; at += 32) {
+    const int s = at + lane_id();
+    uint4 theirs{};
+    if (s < c.team.num_ranks) good = wait_for_word(c, Phase::counts, s, call.epoch, false, header_words(c, call, s), &theirs);
+    if (at == 0) good = wait_for_word(c, Phase::counts, c.team.rank, call.epoch, false, header_words(c, call, c.team.rank), &mine) && good;
+    if (s < c.team.num_ranks) good = good && theirs.x == mine.x && theirs.y == mine.y && theirs.z == 0;
+    good = __all_sync(kFull, good);
+  }
+  return good;
+}
+
+}  // namespace turnout::engine::cuda::low_latency

@@ -1,0 +1,232 @@
+// The sending part of a dispatch by bulk copies: a few warps of a block drive rings of rows in shared memory. Who sends a token's row is
+// decided by ticket; where it goes has been decided by the plan.
+#pragma once
+#include "engine/cuda/device/announce.cuh"
+#include "engine/cuda/device/bulk_rows.cuh"
+#include "engine/cuda/device/dispatch.cuh"
+#include "engine/cuda/device/tickets.cuh"
+#include "engine/cuda/specialize.h"
+
+namespace turnout::engine::cuda::move {
+
+inline constexpr int kThreads = 384;
+
+#ifdef TURNOUT_HAS_BULK
+inline constexpr int kWarps = kThreads / 32, kAnnouncer = kWarps - 1;
+inline constexpr int kMostPushers = kWarps - 1, kMostStages = 96;
+inline constexpr int kQueue = 256;  ///< at least 64 for each row that is written but not yet posted
+using Queue = AnnounceQueue<kMostPushers, kQueue>;
+
+struct Shared {
+  alignas(8) uint64_t full[kMostStages];
+  std::byte *block[kMaxRanks], *scales[kMaxRanks];  ///< where this rank's rows go
+  int32_t begin[kMaxRanks];
+  Offer offers[kMaxRanks];
+  int32_t begins[kMaxRanks + 1];
+  Queue queue;
+};
+
+/// Chained: until the plan kernel has made its tables and placed all pairs. First one thread, so that few poll. False: given up.
+__device__ inline bool wait_plan(const DispatchArgs& a, Call call) {
+  const int chunks = num_chunks(a.num_tokens);
+  bool good = threadIdx.x == 0 ? wait_local(a.common, call.epoch, &a.flags[kPlanReady]) : true;
+  if (!__syncthreads_and(good)) return false;
+  for (int i = static_cast<int>(threadIdx.x); good && i < chunks; i += kThreads) good = wait_local(a.common, call.epoch, &a.flags[kPlaced + i]);
+  return __syncthreads_and(good);
+}
+
+__device__ inline void clear(const MoveShape& p, Shared& sh, std::byte* ring) {
+  sh.queue.init();
+  for (int i = static_cast<int>(threadIdx.x); i < kMostStages; i += kThreads) barrier_init(&sh.full[i], 1);
+  for (int i = static_cast<int>(threadIdx.x) * 16; i < p.zero_bytes; i += kThreads * 16) *reinterpret_cast<uint4*>(ring + p.zero_at + i) = uint4{};
+  fence_shared_to_bulk();
+}
+
+/// What a block needs to know, once the plan kernel has found it out. False: given up.
+__device__ inline bool set_up(const DispatchArgs& a, Shared& sh, Call call) {
+  const Common& c = a.common;
+  if (a.chained && !wait_plan(a, call)) return false;
+  if (!__syncthreads_and(!is_over(c, call))) return false;
+  if (!gather_offers(c, call, sh.offers)) return false;
+  for (int d = static_cast<int>(threadIdx.x); d <= c.team.num_ranks; d += kThreads) {
+    sh.begins[d] = __ldcg(&a.routing.recv_begin[d]);
+    if (d == c.team.num_ranks) break;
+    sh.block[d] = offered_block(c, d, sh.offers[d]);
+    sh.scales[d] = sh.block[d] + block_offsets(a, sh.offers[d].rows).scales;
+    sh.begin[d] = __ldcg(&a.routing.send_begin[d]);
+  }
+  __syncthreads();
+  return true;
+}
+
+/// Writes a row that lies in a stage to all ranks that get it; returns how many entries it has put behind `count`. Lane k takes the
+/// token's k-th entry. The warp must commit.
+template <bool kAnnounce>
+__device__ __forceinline__ uint32_t send_stage(const DispatchArgs& a, const MoveShape& p, Shared& sh, const std::byte* stage, uint32_t count) {
+  const auto* index = reinterpret_cast<const int32_t*>(stage + p.index_at);
+  const auto* ranks = reinterpret_cast<const int32_t*>(stage + p.index_at + p.index_room);
+  const int me = a.common.team.rank;
+  uint32_t put = 0;
+  for (int k0 = 0; k0 < a.num_topk; k0 += 32) {
+    const int k = k0 + lane_id();
+    const int at = k < a.num_topk ? index[k] : -1;
+    const int d = at >= 0 ? ranks[k] : 0;
+    const int64_t row = static_cast<int64_t>(sh.begin[d]) + at;
+    const bool goes = at >= 0 && (a.straight || d != me) && row < sh.offers[d].rows;
+    if (kAnnounce) {
+      const bool told = goes && !sh.offers[d].rows_stay();
+      const unsigned all = __ballot_sync(kFull, told);
+      const auto n = static_cast<uint32_t>(__popc(all));
+      sh.queue.wait_room(warp_id(), count + put, n);
+      if (told) sh.queue.put(warp_id(), count + put + static_cast<uint32_t>(__popc(all & ((1u << lane_id()) - 1))), d, at);
+      put += n;
+    }
+    if (!goes) continue;
+    const int64_t rows = sh.offers[d].rows;
+    bulk_store(sh.block[d] + row * a.x_block_stride, stage, static_cast<uint32_t>(a.x_bytes));
+    if (a.scale_bytes) bulk_store(sh.scales[d] + row * a.scale_bytes, stage + p.scales_at, static_cast<uint32_t>(a.scale_bytes));
+    int64_t at_side = core::align_up(rows * a.scale_bytes, 128);
+#pragma unroll 1
+    for (int s = 0; s < a.num_side; ++s) {
+      bulk_store(sh.scales[d] + at_side + row * a.side[s].bytes, stage + p.side_at[s], static_cast<uint32_t>(a.side[s].bytes));
+      at_side = core::align_up(at_side + rows * a.side[s].bytes, 128);
+    }
+  }
+  return put;
+}
+
+/// Where the plan has placed a token's rows, on the way through registers to a stage: loaded when the row is asked for, put down when
+/// the next one is.
+struct Index {
+  int at[2], rank[2];
+  std::byte* stage = nullptr;
+
+  __device__ __forceinline__ void load(const DispatchArgs& a, int64_t token, std::byte* to) {
+    stage = to;
+    for (int h = 0; h < 2; ++h) {
+      const int k = h * 32 + lane_id();
+      at[h] = k < a.num_topk ? __ldcg(a.routing.send_index + token * a.num_topk + k) : -1;
+      rank[h] = k < a.num_topk ? __ldcg(a.routing.dest + token * a.num_topk + k) : -1;
+    }
+  }
+  __device__ __forceinline__ void put(const DispatchArgs& a, const MoveShape& p) {
+    if (!stage) return;
+    for (int h = 0; h < 2; ++h) {
+      const int k = h * 32 + lane_id();
+      if (k >= a.num_topk) continue;
+      reinterpret_cast<int32_t*>(stage + p.index_at)[k] = at[h];
+      reinterpret_cast<int32_t*>(stage + p.index_at + p.index_room)[k] = rank[h];
+    }
+    stage = nullptr;
+    __syncwarp();
+  }
+};
+
+/// Starts to bring a token's row into a stage.
+__device__ __forceinline__ void load_stage(const DispatchArgs& a, const MoveShape& p, std::byte* stage, uint64_t* full, int64_t token) {
+  if (lane_id() == 0) {
+    barrier_expect(full, static_cast<uint32_t>(p.row_bytes));
+    bulk_load(stage, a.x + token * a.x_stride, static_cast<uint32_t>(a.x_bytes), full);
+#pragma unroll 1
+    for (int s = 0; s < a.num_side; ++s) {
+      bulk_load(stage + p.side_at[s], a.side[s].src + token * a.side[s].src_stride, static_cast<uint32_t>(a.side[s].bytes), full);
+    }
+  }
+  __syncwarp();
+}
+
+/// A warp sends rows until no tickets are left.
+template <bool kAnnounce>
+__device__ void push_rows(const DispatchArgs& a, const MoveShape& p, Shared& sh, std::byte* ring, Call call) {
+  const int warp = warp_id(), depth = p.push_ring, ahead = max(1, depth / 2);
+  const int first_stage = warp * depth;
+  Tickets tickets(&a.common.lane_control->tickets[call.copy][kTokenTicket], static_cast<int>(a.num_tokens), p.senders * p.pushers,
+                  kAnnounce ? 8 : 16);
+  int issued = 0, stored = 0, in = 0, out = 0;
+  uint32_t phase = 0, count = 0, one_ago = 0, two_ago = 0;
+  Index index;
+  for (;;) {
+    while (issued - stored < ahead) {
+      const int token = tickets.take();
+      if (token < 0) break;
+      bulk_wait_read_at_most(depth - ahead - 1);
+      __syncwarp();
+      std::byte* stage = ring + static_cast<int64_t>(first_stage + in) * p.stage_bytes;
+      load_stage(a, p, stage, &sh.full[first_stage + in], token);
+      index.put(a, p);
+      index.load(a, token, stage);
+      in = in + 1 == depth ? 0 : in + 1;
+      ++issued;
+    }
+    if (stored == issued) break;
+    barrier_wait(&sh.full[first_stage + out], phase);
+    if (stored + 1 == issued) index.put(a, p);
+    const uint32_t two = two_ago;
+    two_ago = one_ago;
+    one_ago = count;
+    count += send_stage<kAnnounce>(a, p, sh, ring + static_cast<int64_t>(first_stage + out) * p.stage_bytes, count);
+    bulk_commit();
+    ++stored;
+    out = out + 1 == depth ? 0 : out + 1;
+    phase ^= out == 0;
+    if (kAnnounce && two_ago != two) {  // the row before the one before: complete copies are visible to the threads that wait
+      bulk_wait<2>();
+      __syncwarp();
+      if (lane_id() == 0) sh.queue.post(warp, two_ago);
+    }
+  }
+  bulk_wait<0>();
+  __syncwarp();
+  if (kAnnounce && lane_id() == 0) sh.queue.post(warp, count | Queue::kDone);
+}
+
+/// The same with rows quantised on their way: through registers to the stage.
+template <bool kAnnounce>
+__device__ void push_quantised(const DispatchArgs& a, const MoveShape& p, Shared& sh, std::byte* ring, Call call) {
+  const int warp = warp_id(), depth = p.push_ring;
+  Tickets tickets(&a.common.lane_control->tickets[call.copy][kTokenTicket], static_cast<int>(a.num_tokens), p.senders * p.pushers, 4);
+  int slot = 0;
+  uint32_t count = 0;
+  for (;;) {
+    const int token = tickets.take();
+    if (token < 0) break;
+    std::byte* stage = ring + static_cast<int64_t>(warp * depth + slot) * p.stage_bytes;
+    slot = slot + 1 == depth ? 0 : slot + 1;
+    bulk_wait_read_at_most(depth - 1);
+    __syncwarp();
+    Index index;
+    index.load(a, token, stage);
+    fetch_token(a, p, token, stage);
+    index.put(a, p);
+    fence_shared_to_bulk();
+    __syncwarp();
+    const uint32_t before = count;
+    count += send_stage<kAnnounce>(a, p, sh, stage, count);
+    bulk_commit();
+    if (kAnnounce && before) {
+      bulk_wait<1>();
+      __syncwarp();
+      if (lane_id() == 0) sh.queue.post(warp, before);
+    }
+  }
+  bulk_wait<0>();
+  __syncwarp();
+  if (kAnnounce && lane_id() == 0) sh.queue.post(warp, count | Queue::kDone);
+}
+
+__device__ inline void send_part(const DispatchArgs& a, const MoveShape& p, Shared& sh, std::byte* ring, Call call) {
+  const bool quantised = a.quantize != Quantize::none;
+  // Who lays rows out wants to know of each.
+  bool all_stay = true;
+  for (int d = 0; d < a.common.team.num_ranks; ++d) all_stay = all_stay && (d == a.common.team.rank || sh.offers[d].rows_stay());
+  if (warp_id() < p.pushers) {
+    if (all_stay) quantised ? push_quantised<false>(a, p, sh, ring, call) : push_rows<false>(a, p, sh, ring, call);
+    else quantised ? push_quantised<true>(a, p, sh, ring, call) : push_rows<true>(a, p, sh, ring, call);
+  } else if (!all_stay && warp_id() == kAnnouncer) {
+    sh.queue.announce(a.common, call, p.pushers);
+  }
+  __syncthreads();
+}
+#endif
+
+}  // namespace turnout::engine::cuda::move
