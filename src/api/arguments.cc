@@ -9,6 +9,7 @@
 #include <limits>
 #include <mutex>
 #include <string>
+#include <type_traits>
 
 #include "core/math.h"
 #include "engine/cpu/row_format.h"
@@ -31,12 +32,15 @@ constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
 
 /// Bytes of `n` elements, or the largest number: a width that wraps around must not look small.
 int64_t bytes_of(int64_t n, DType dtype) {
-  const auto size = static_cast<int64_t>(size_of(dtype));
-  return n > kMost / size ? kMost : n * size;
+  int64_t bytes = 0;
+  return __builtin_mul_overflow(n, static_cast<int64_t>(size_of(dtype)), &bytes) ? kMost : bytes;
 }
 
+/// Sizes of elements are powers of two.
+bool is_aligned(const TensorView& t) { return (reinterpret_cast<uintptr_t>(t.data) & (size_of(t.dtype) - 1)) == 0; }
+
 void check_aligned(const Name& what, const TensorView& t) {
-  if (reinterpret_cast<uintptr_t>(t.data) % size_of(t.dtype) != 0) {
+  if (!is_aligned(t)) {
     refuse(what + " is not aligned: its address is no multiple of " + str(static_cast<int64_t>(size_of(t.dtype))) + " bytes (" +
            std::string(name(t.dtype)) + ")");
   }
@@ -50,6 +54,7 @@ void check_extents(const Name& what, const TensorView& t) {
 }
 
 void check_dense(const Name& what, const TensorView& t) {
+  if (t.ndim == 2 && t.strides[1] == 1 && t.strides[0] == t.shape[1]) return;
   if (!t.is_dense() && t.num_elements() > 0) refuse(what + " is " + t.to_string() + ", but must be dense");
 }
 
@@ -69,8 +74,15 @@ void check_numbers(const Name& what, const TensorView& t, std::initializer_list<
   check_aligned(what, t);
 }
 
+/// What nearly every matrix is: to find out what is wrong with another one takes longer.
+bool is_good_matrix(const TensorView& t) {
+  return t.ndim == 2 && t.shape[0] > 0 && t.shape[1] > 0 && t.data && t.strides[1] == 1 && t.strides[0] >= 0 && is_aligned(t);
+}
+
 /// A matrix of rows: two dimensions, last stride 1, data unless there are no rows, aligned to its elements, on the CPU.
 void check_matrix(const Name& what, const TensorView& t, int ndim = 2) {
+  if (ndim == 2 && is_good_matrix(t)) [[likely]]
+    return;
   if (!t.defined()) refuse(what + " is missing");
   if (t.ndim != ndim) refuse(what + " is " + t.to_string() + ", but must have " + str(ndim) + " dimensions");
   check_extents(what, t);
@@ -103,8 +115,18 @@ void check_output(const Name& what, const TensorView& t, DType dtype, int64_t co
   if (t.shape[last - 1] > 1 && t.strides[last - 1] < cols) refuse(what + " is " + t.to_string() + ": its rows overlap");
 }
 
+/// Whether all ids are -1 or below `num_experts`.
+template <class Id>
+bool are_experts(const Id* ids, int64_t n, int num_experts) {
+  using Unsigned = std::make_unsigned_t<Id>;
+  bool good = true;
+  for (int64_t i = 0; i < n; ++i) good &= static_cast<Unsigned>(ids[i]) + 1 <= static_cast<Unsigned>(num_experts);
+  return good;
+}
+
 void check_ids(const TensorView& ids, int num_experts) {
   const int64_t n = ids.num_elements();
+  if (ids.dtype == DType::i64 ? are_experts(ids.as<const int64_t>(), n, num_experts) : are_experts(ids.as<const int32_t>(), n, num_experts)) return;
   for (int64_t i = 0; i < n; ++i) {
     const int64_t id = ids.dtype == DType::i64 ? ids.as<const int64_t>()[i] : ids.as<const int32_t>()[i];
     if (id >= -1 && id < num_experts) continue;
@@ -125,13 +147,17 @@ void check_row_width(const Name& what, const TensorView& t, const BufferConfig& 
 
 std::string text(Device device) { return device.kind == DeviceKind::cpu ? "the CPU" : std::string(name(device.kind)) + ":" + str(device.index); }
 
-void check_device(const BufferConfig& config, const Name& what, const TensorView& t) {
-  if (t.defined() && !(t.device == config.device)) refuse(what + " is on " + text(t.device) + ", but this Buffer is on " + text(config.device));
+[[noreturn, gnu::noinline]] void refuse_device(const BufferConfig& config, const Name& what, const TensorView& t) {
+  refuse(what + " is on " + text(t.device) + ", but this Buffer is on " + text(config.device));
+}
+
+inline void check_device(const BufferConfig& config, const Name& what, const TensorView& t) {
+  if (t.defined() && !(t.device == config.device)) refuse_device(config, what, t);
 }
 
 template <class Args>
 void check_common(const Name& call, const BufferConfig& config, const Args& args) {
-  if (const std::string problem = lane_problem(config, args.lane); !problem.empty()) refuse(call + ": " + problem);
+  if (!has_lane(config, args.lane)) refuse(call + ": " + lane_problem(config, args.lane));
   if (args.on_failure == OnFailure::mask) refuse(call + ": on_failure=mask is not in this version; use raise");
   // How many a GPU has its engine knows.
   if (args.num_sms < 0) refuse(call + ": num_sms is " + str(args.num_sms) + ", but must be 0 or more");
@@ -218,7 +244,6 @@ void check_routing_args(const engine::Context& context, const DispatchArgs& args
 }  // namespace
 
 std::string lane_problem(const BufferConfig& config, int lane) {
-  if (lane >= 0 && lane < config.num_lanes) return {};
   return "lane is " + str(lane) + ", but this Buffer has lanes 0 to " + str(config.num_lanes - 1);
 }
 

@@ -133,6 +133,8 @@ void check_outstanding(const BufferConfig& config, const Lane& lane, const char*
                         " calls in flight, at most " + std::to_string(config.max_outstanding) + " (max_outstanding); wait for one first");
 }
 
+const DispatchArgs& lasting(const DispatchArgs& args, PendingImpl& pending) { return pending.dispatch_args.emplace(args); }
+const CombineArgs& lasting(const CombineArgs& args, PendingImpl& pending) { return pending.combine_args.emplace(args); }
 const char* name_of(const DispatchArgs&) { return "dispatch"; }
 const char* name_of(const CombineArgs&) { return "combine"; }
 
@@ -147,14 +149,20 @@ void BufferImpl::stop_for_lane(const char* call, int lane) {
   context_->stop({engine::Abort::Kind::invalid_argument, std::string(call) + ": " + api::lane_problem(context_->config, lane), record});
 }
 
+std::shared_ptr<PendingImpl> BufferImpl::new_pending(int lane) {
+  auto pending = std::make_shared<PendingImpl>(this, lane);
+  pending->keeper = shared_from_this();
+  return pending;
+}
+
 template <class Args>
 std::shared_ptr<PendingImpl> BufferImpl::start(const Args& args, PendingImpl* pending) {
   const char* name = name_of(args);
   require_open(name);
   // With a single lane, a lane that is not there can stand for no other.
-  const bool is_there = api::lane_problem(context_->config, args.lane).empty();
+  const bool is_there = api::has_lane(context_->config, args.lane);
   Lane& lane = this->lane(is_there ? args.lane : 0);
-  std::lock_guard lock(lane.mutex);
+  std::unique_lock lock(lane.mutex);
   context_->check_abort();
   if (!is_there && lanes_.size() > 1) stop_for_lane(name, args.lane);
   if (device_) return start_on_device(args, lane.index(), pending);
@@ -162,8 +170,8 @@ std::shared_ptr<PendingImpl> BufferImpl::start(const Args& args, PendingImpl* pe
   engine::Call* call = nullptr;
   try {
     check_outstanding(context_->config, lane, name);
-    if (!pending) pending = (made = std::make_shared<PendingImpl>(shared_from_this(), lane.index())).get();
-    call = make_call(args, lane, *pending);
+    if (!pending) pending = (made = new_pending(lane.index())).get();
+    call = make_call(made ? lasting(args, *made) : args, lane, *pending);
   } catch (const std::bad_alloc&) {
     refuse(args, lane, std::make_exception_ptr(TransportError(std::string(name) + ": the process has no memory left for the tables of this call")));
   } catch (...) {
@@ -171,6 +179,7 @@ std::shared_ptr<PendingImpl> BufferImpl::start(const Args& args, PendingImpl* pe
   }
   lane.take_epoch();
   lane.drive(*call, Lane::Until::sent);
+  if (!made) pending->lock = std::move(lock);
   pending->waited = false;  // until here a call that fails leaves nothing to drop, and the lane is locked
   return made;
 }

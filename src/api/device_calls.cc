@@ -79,7 +79,7 @@ template <class Args, class Issue>
 std::shared_ptr<PendingImpl> BufferImpl::issue(const Args& args, int lane, PendingImpl* pending, Issue issue_call) {
   std::shared_ptr<PendingImpl> made;
   if (!pending) {
-    made = std::make_shared<PendingImpl>(shared_from_this(), lane);
+    made = new_pending(lane);
     pending = made.get();
   }
   ++device_calls_[static_cast<size_t>(lane)];
@@ -170,13 +170,14 @@ void BufferImpl::resume() {
 
 DispatchResult BufferImpl::finish_dispatch_on_device(PendingImpl& pending) {
   const engine::DeviceDispatch d = pending.device->finish_dispatch();
-  const DispatchArgs& args = pending.dispatch_args;
+  const DispatchArgs& args = *pending.dispatch_args;
   const Routing& r = *pending.routing;
   const Device device = context_->config.device;
   if (Routing* fresh = pending.fresh.get()) {
     fresh->device = d.routing;
     fresh->num_rows = r.layout == Layout::expert_slab || d.num_rows < 0 ? d.array_rows : d.num_rows;
-    fresh->recv_begin = {0, d.array_rows};
+    fresh->recv_begin.assign(2, 0);
+    fresh->recv_begin[1] = d.array_rows;
   }
   const Rows shape{r.layout, d.array_rows, r.num_local_experts(), r.capacity, device};
   DispatchResult result;
@@ -214,7 +215,7 @@ DispatchResult BufferImpl::finish_dispatch_on_device(PendingImpl& pending) {
 
 CombineResult BufferImpl::finish_combine_on_device(PendingImpl& pending) {
   const engine::DeviceCombine d = pending.device->finish_combine();
-  const CombineArgs& args = pending.combine_args;
+  const CombineArgs& args = *pending.combine_args;
   const Routing& r = *pending.routing;
   const Device device = context_->config.device;
   const int64_t hidden = args.y.shape[static_cast<size_t>(args.y.ndim - 1)];

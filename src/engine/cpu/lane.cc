@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 #include <new>
+#include <utility>
 
 #include "transport/idler.h"
 #include "util/log.h"
@@ -142,6 +143,7 @@ bool Lane::progress_siblings() {
 }
 
 void Lane::drive(Call& call, Until until) {
+  if (until == Until::done && call.done() && !call.failure) return;
   transport::Window& window = *context_->window;
   transport::Idler idler(window, context_->transport->spin());
   context_->note_caller();
@@ -209,8 +211,10 @@ void Lane::check_patience(const Call& call, Patience& patience) {
     closed = closed && !left;
   }
   // What a peer sent before it left may still be landing: it is given a moment without any progress.
-  if (gone.empty()) patience.gone_since.reset();
+  // When it is over there is one more look: this thread may have slept since the last one.
+  if (gone.empty()) patience.gone_since.reset(), patience.looks_once_more = false;
   else if (!patience.gone_since) patience.gone_since = now;
+  else if (now - *patience.gone_since > kLandingTime && !std::exchange(patience.looks_once_more, true)) return;
   else if (now - *patience.gone_since > kLandingTime) expire(call, waiting, gone, closed ? "closed" : "gone", waited, true);
 
   const auto ranks = static_cast<size_t>(context_->num_ranks);

@@ -57,6 +57,7 @@ class Lane {
     Clock::time_point since = Clock::now();  ///< of the last progress
     Clock::time_point reported = since;
     std::optional<Clock::time_point> gone_since;  ///< when some peer was first found gone
+    bool looks_once_more = false;                 ///< has been gone long enough
     std::vector<uint64_t> heartbeats;             ///< when the wait became slow
     std::vector<Clock::time_point> beat_at;       ///< when a heartbeat last moved
   };
