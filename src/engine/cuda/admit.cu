@@ -112,12 +112,12 @@ __device__ void find_cut(const DispatchArgs& a, int local) {
 }
 
 /// Counts of each expert become offsets; returns the total. One warp.
-__device__ int64_t prefix_offsets(const DispatchArgs& a, int local) {
+__device__ int64_t prefix_offsets(const DispatchArgs& a, int local, const volatile int32_t* counts) {
   const Routing& r = a.routing;
   int64_t begin = 0;
   for (int at = 0; at < local; at += 32) {
     const int e = at + lane_id();
-    const int64_t n = e < local ? padded(__ldcg(r.expert_counts + e), a.layout == Layout::expert_major ? a.alignment : 1) : 0;
+    const int64_t n = e < local ? padded(counts[e], a.layout == Layout::expert_major ? a.alignment : 1) : 0;
     int64_t run = n;
     for (int d = 1; d < 32; d *= 2) {
       const int64_t v = __shfl_up_sync(kFull, run, d);
@@ -130,14 +130,14 @@ __device__ int64_t prefix_offsets(const DispatchArgs& a, int local) {
   return begin;
 }
 
-/// What the result says about itself, from the counts of what is admitted. The block calls it.
-__device__ void finish_tables(const DispatchArgs& a, int local, int64_t all_pairs, int64_t asked) {
+/// What the result says about itself, from the counts of what is admitted, which may lie in shared memory. The block calls it.
+__device__ void finish_tables(const DispatchArgs& a, int local, const volatile int32_t* counts, int64_t all_pairs, int64_t asked) {
   const Routing& r = a.routing;
   int64_t admitted = 0;
-  for (int e = static_cast<int>(threadIdx.x); e < local; e += kThreads) admitted += __ldcg(r.expert_counts + e);
+  for (int e = static_cast<int>(threadIdx.x); e < local; e += kThreads) admitted += counts[e];
   admitted = block_sum(admitted);
   if (warp_id() == 0) {
-    const int64_t rows = prefix_offsets(a, local), token_rows = r.recv_begin[a.common.team.num_ranks];
+    const int64_t rows = prefix_offsets(a, local, counts), token_rows = r.recv_begin[a.common.team.num_ranks];
     if (lane_id() == 0) {
       *r.num_rows = a.layout == Layout::rank_major ? token_rows : a.layout == Layout::expert_major ? rows : admitted;
       *r.num_dropped = a.layout == Layout::rank_major ? asked - token_rows : all_pairs - admitted;
@@ -153,17 +153,26 @@ struct Totals {
 
 /// Tables from the counts alone, as they are if everything is admitted.
 __device__ Totals make_tables(const DispatchArgs& a, int local) {
+  constexpr int kAtOnce = 8, kMostShared = 1024;
+  __shared__ int32_t shared_counts[kMostShared];
   const Routing& r = a.routing;
   const int num_ranks = a.common.team.num_ranks, me = a.common.team.rank;
   int64_t pairs = 0, full = 0;
   for (int e = static_cast<int>(threadIdx.x); e < local; e += kThreads) {
     int run = 0;
-    for (int s = 0; s < num_ranks; ++s) {
-      const int n = r.expert_base[s * local + e];
-      r.expert_base[s * local + e] = run;
-      run += n;
+    for (int s0 = 0; s0 < num_ranks; s0 += kAtOnce) {
+      int n[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) n[j] = s0 + j < num_ranks ? __ldcg(r.expert_base + (s0 + j) * local + e) : 0;
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        if (s0 + j < num_ranks) r.expert_base[(s0 + j) * local + e] = run;
+        run += n[j];
+      }
     }
-    r.expert_counts[e] = a.layout == Layout::expert_slab && run > a.capacity ? static_cast<int32_t>(a.capacity) : run;
+    const int count = a.layout == Layout::expert_slab && run > a.capacity ? static_cast<int32_t>(a.capacity) : run;
+    r.expert_counts[e] = count;
+    if (local <= kMostShared) shared_counts[e] = count;
     pairs += run;
     full += padded(run, a.alignment);
   }
@@ -175,7 +184,7 @@ __device__ Totals make_tables(const DispatchArgs& a, int local) {
   __syncthreads();
   const bool fits =
       a.capacity < 0 || a.layout == Layout::expert_slab || (a.layout == Layout::expert_major ? all_rows <= a.capacity : asked <= token_rows);
-  if (fits) finish_tables(a, local, all_pairs, asked);
+  if (fits) finish_tables(a, local, local <= kMostShared ? shared_counts : r.expert_counts, all_pairs, asked);
   return {all_pairs, asked, fits};
 }
 
@@ -189,12 +198,11 @@ __device__ void cut_tables(const DispatchArgs& a, int local, const Totals& total
     __syncthreads();
     count_pairs(a, 0, r.recv_begin[a.common.team.num_ranks], r.expert_counts);
   }
-  finish_tables(a, local, totals.pairs, totals.asked);
+  finish_tables(a, local, a.routing.expert_counts, totals.pairs, totals.asked);
 }
 
 /// For the blocks of this and of the next kernel.
 __device__ void tell(const DispatchArgs& a, int flag, uint32_t epoch) {
-  __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) store_release_gpu(&a.flags[flag], epoch);
 }
@@ -280,14 +288,14 @@ __device__ void fill_rest(const DispatchArgs& a, const int32_t* begins, int loca
 
 __device__ void admit(const DispatchArgs& a, Call call, int32_t* begins) {
   const Common& c = a.common;
-  const int local = a.num_local;
+  const int local = a.num_local, role = take_role(c, call, kRoleTicket);
   if (a.chained) {
-    const bool planned = threadIdx.x == 0 ? wait_local(c, call.epoch, &a.flags[kPlanReady]) : true;
+    const bool planned = threadIdx.x == 0 ? wait_local(c, call.epoch, &a.flags[kPlanReady], false) : true;
     if (!__syncthreads_and(planned)) return;
     let_next_start();
   }
   // One block waits for what peers send, and for all: many polling threads would slow down what they wait for.
-  if (take_role(c, call, kRoleTicket) == 0) {
+  if (role == 0) {
     const Totals totals = make_tables(a, local);
     if (totals.fits) tell(a, kCounted, call.epoch);
     if (!wait_meta(a, call)) return;

@@ -59,10 +59,14 @@ struct LaneControl {
   uint32_t epoch[kMaxChannels] = {};
   /// Tickets of a copy: a kernel of the call before zeroes them.
   static constexpr int kNumTickets = 16;
-  uint32_t tickets[16][kNumTickets] = {};  ///< [copy]
-  uint32_t failed = 0;                     ///< epoch of the last call that was refused or that ranks disagreed about: its kernels do nothing
-  uint32_t bad_ids = 0;                    ///< epoch of the last call whose ids were out of range here: it tells its peers
-  uint32_t started[kMaxChannels] = {};     ///< epoch of the last low_latency call in which block b has started
+  static constexpr int kMostCopies = 65;            ///< max_outstanding is at most 64
+  uint32_t tickets[kMostCopies][kNumTickets] = {};  ///< [copy]
+  uint32_t failed = 0;                              ///< epoch of the last call that was refused or that ranks disagreed about: its kernels do nothing
+  uint32_t failed_of[kMostCopies] = {};             ///< [copy] the same, for calls that receive after later ones have been issued
+  uint32_t bad_ids = 0;                             ///< epoch of the last call whose ids were out of range here: it tells its peers
+  uint32_t told = 0;                                ///< epoch of the last call that failed and has left a record of why
+  uint32_t started[kMaxChannels] = {};              ///< epoch of the last low_latency call in which block b has started, or others do its part
+  uint64_t next_look[kMaxRanks] = {};               ///< when somebody looks again at what the host says of a rank
 };
 
 /// Owner and local number of every expert: device memory that set_expert_to_rank() rewrites in stream order.
@@ -123,6 +127,8 @@ struct Common {
   int lane = 0;
   /// The call is the one issued `back` calls ago on its lane (0: the one being issued: its epoch is the word in LaneControl + 1).
   int back = 0;
+  /// Of a call that receives beside later calls: where the kernel that ends the sending part leaves the epoch for it; else null.
+  uint32_t* own_epoch = nullptr;
   bool last_of_send = false;  ///< this kernel ends the sending part: it advances the epoch
   CallFacts facts{};          ///< epoch and generation are filled in on the device
 };
@@ -188,8 +194,9 @@ struct DispatchArgs {
   int num_local = 0;  ///< experts of this rank
 
   // Scratch of the lane, in this GPU's memory.
-  int32_t* chunk_counts = nullptr;     ///< [kMaxChunks][R + P]
+  uint64_t* chunk_counts = nullptr;    ///< [kMaxChunks][R + P]: the epoch above, below it kBadChunk and a count
   uint32_t* flags = nullptr;           ///< [kNumFlags] local signals: epochs
+  uint32_t* begins = nullptr;          ///< [R + 1][4]: send_begin and recv_begin as flagged words, which need no fence
   int64_t* counts_for_host = nullptr;  ///< exact: mapped (CountWords)
 };
 
@@ -244,12 +251,13 @@ TURNOUT_HOST_DEVICE constexpr uint32_t offered_channels(const DispatchArgs& a) {
 
 /// Tokens are counted in at most so many chunks.
 inline constexpr int kMaxChunks = 64;
-/// Local signals after the chunks' own (in DispatchArgs::flags).
+inline constexpr uint32_t kBadChunk = 1u << 31;
+/// Local signals (in DispatchArgs::flags).
 enum LocalFlag : int {
-  kPlanReady = kMaxChunks,  ///< headers have come, tables of rows are made
-  kCounted,                 ///< counts and offsets of experts are those of the result
-  kAdmitted,                ///< ids of received rows have come too
-  kPlaced,                  ///< kPlaced + chunk: its pairs have their places
+  kPlanReady,  ///< headers have come, tables of rows are made
+  kCounted,    ///< counts and offsets of experts are those of the result
+  kAdmitted,   ///< ids of received rows have come too
+  kPlaced,     ///< kPlaced + chunk: its pairs have their places
   kNumFlags = kPlaced + kMaxChunks
 };
 /// Channels of a source: one per chunk of meta data, then one per block that announces rows.
@@ -271,7 +279,7 @@ enum Ticket : int {
 /// Tokens are cut into chunks alike on every rank, so that all know how many chunks a source has.
 TURNOUT_HOST_DEVICE constexpr int64_t chunk_tokens(int64_t num_tokens) {
   const int64_t even = core::align_up(core::ceil_div(num_tokens, kMaxChunks), 32);
-  return even > 128 ? even : 128;
+  return even > 256 ? even : 256;
 }
 TURNOUT_HOST_DEVICE constexpr int num_chunks(int64_t num_tokens) {
   const int64_t n = core::ceil_div(num_tokens, chunk_tokens(num_tokens));

@@ -119,6 +119,7 @@ DispatchArgs Engine::dispatch_args(const turnout::DispatchArgs& args, const Call
   const LaneState& lane = lanes_[static_cast<size_t>(args.lane)];
   a.chunk_counts = lane.chunk_counts;
   a.flags = lane.flags;
+  a.begins = lane.begins;
   return a;
 }
 
@@ -307,8 +308,10 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
   raise_failure();
   const auto stream = static_cast<cudaStream_t>(args.stream.native);
   note_stream(stream);
+  receive_earlier(args.lane, stream);
   LaneState& lane = lanes_[static_cast<size_t>(args.lane)];
   auto pending = std::make_unique<PendingCall>(shared_from_this(), args.lane, stream);
+  pending->is_dispatch = true;
   DispatchArgs& a = pending->dispatch;
   a = dispatch_args(args, facts, routing);
   if (is_low_latency(a)) {
@@ -322,14 +325,17 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
   place_call(args, *pending);
   // Bulk copies need few SMs where they only send; offers say how many blocks will announce.
   const bool bulk = can_move_bulk(a);
-  a.move_blocks = bulk ? bulk_blocks(args.num_sms > 0 ? args.num_sms : default_move_sms(a)) : move_blocks;
+  a.move_blocks = bulk ? blocks(args.num_sms > 0 ? args.num_sms : default_move_sms(a)) : move_blocks;
   // Kernels that wait for the ones before them while they hold SMs must not keep out what those wait for: another rank's kernels on
   // this GPU. So only alone on it.
   a.chained = bulk && sharers_ == 1 && !cached && a.capacity >= 0 && receive_now;
   if (args.receive == Receive::resident && !receive_now) {
-    pending->counters = std::make_shared<Hold>(shared_, shared_->own, static_cast<size_t>(num_ranks_) * 8, stream);
+    // Counters, then what the receive in the background does not share with later calls: local signals, and the epoch.
+    const size_t bytes = static_cast<size_t>(num_ranks_) * 8 + (kNumFlags + 1) * 4;
+    pending->counters = std::make_shared<Hold>(shared_, shared_->own, bytes, stream);
     a.arrived = reinterpret_cast<int64_t*>(pending->counters->data());
-    check(cudaMemsetAsync(a.arrived, 0, static_cast<size_t>(num_ranks_) * 8, stream), "cudaMemset");
+    a.common.own_epoch = reinterpret_cast<uint32_t*>(a.arrived + num_ranks_) + kNumFlags;
+    check(cudaMemsetAsync(a.arrived, 0, bytes, stream), "cudaMemset");
   }
   open_call(*pending, plan_blocks);
   prepare_rounds(lane, stream);
@@ -353,7 +359,7 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
     if (!lane.resident) lane.resident = new_stream(device_);
     pending->receive_on(lane.resident.get());
   }
-  pending->receive_later();
+  pending->stay_open();
   return pending;
 }
 

@@ -129,8 +129,9 @@ Engine::Engine(DeviceEngineSetup setup)
     node_of_rank_ = at.take<int32_t>(num_ranks_);
     lanes_.assign(static_cast<size_t>(config_.num_lanes), {});
     for (LaneState& lane : lanes_) {
-      lane.chunk_counts = at.take<int32_t>(kMaxChunks * columns);
+      lane.chunk_counts = at.take<uint64_t>(kMaxChunks * columns);
       lane.flags = at.take<uint32_t>(kNumFlags);
+      lane.begins = at.take<uint32_t>(4 * (num_ranks_ + 1));
     }
     return at.num_bytes();
   };
@@ -195,13 +196,10 @@ Common Engine::common(int lane, const CallFacts& facts, int num_calls_ago, bool 
 }
 
 /// Blocks of a kernel: those asked for, but all ranks of this GPU must fit at once, since they wait for each other.
-int Engine::blocks(int wanted) const { return std::clamp(wanted, 1, std::max(1, std::min(num_sms_ / sharers_, kMaxChannels - kRowChannels))); }
-
-/// The same for kernels whose blocks have an SM to themselves. Where ranks share a GPU, a receive in the background and what the rank
-/// does next must fit beside each other.
-int Engine::bulk_blocks(int wanted) const {
-  const int most = blocks(wanted);
-  return sharers_ > 1 ? std::clamp(wanted, 1, std::max(1, num_sms_ / sharers_ / 2)) : most;
+/// Each may have an SM to itself. So must, on every lane, a receive in the background and what the rank does next.
+int Engine::blocks(int wanted) const {
+  const int share = sharers_ > 1 ? num_sms_ / sharers_ / (2 * config_.num_lanes) : num_sms_;
+  return std::clamp(wanted, 1, std::max(1, std::min(share, kMaxChannels - kRowChannels)));
 }
 
 void Engine::set_experts(const std::vector<int>& expert_to_rank) {
@@ -273,6 +271,7 @@ void Engine::refuse(const CallFacts& facts, int lane, Stream stream) {
   std::lock_guard lock(mutex_);
   if (suspended_) return;  // on all ranks, which need not be told
   note_stream(static_cast<cudaStream_t>(stream.native));
+  const auto issued_on = static_cast<cudaStream_t>(stream.native);
   LaneState& state = lanes_[static_cast<size_t>(lane)];
   HelloArgs hello;
   hello.common = common(lane, facts, 0, true);
@@ -281,9 +280,10 @@ void Engine::refuse(const CallFacts& facts, int lane, Stream stream) {
   // The others know the rounds of this call, and take part in all of them.
   const int64_t rounds = std::max<int64_t>(state.rounds, 1), first = state.rounds_issued;
   state.rounds = state.rounds_issued = 0;
+  receive_earlier(lane, issued_on, rounds);
   for (int64_t round = first; round < rounds; ++round) {
     hello.round = static_cast<int>(round);
-    check(launch_hello(hello, static_cast<cudaStream_t>(stream.native)), "hello kernel");
+    check(launch_hello(hello, issued_on), "hello kernel");
     ++state.num_sends;
   }
 }

@@ -47,7 +47,7 @@ __device__ void place_row(const DispatchArgs& a, const std::byte* block, int64_t
 }
 
 /// By ticket: a block waits for rows only when all of this rank's have been taken by blocks that have started.
-__device__ void send_rows(const DispatchArgs& a, const Offer* offers, Call call) {
+__device__ void send_rows(const DispatchArgs& a, const Offer* offers, const int32_t* slots, Call call) {
   const Common& c = a.common;
   const int topk = a.num_topk, me = c.team.rank;
   Tickets tickets(&c.lane_control->tickets[call.copy][kTokenTicket], static_cast<int>(a.num_tokens), static_cast<int>(gridDim.x) * num_warps(), 16);
@@ -60,8 +60,8 @@ __device__ void send_rows(const DispatchArgs& a, const Offer* offers, Call call)
       for (; left; left &= left - 1) {
         const int from = __ffs(left) - 1;
         const int d = __shfl_sync(kFull, dest, from), i = __shfl_sync(kFull, at, from);
-        const int64_t row = static_cast<int64_t>(a.routing.send_begin[d]) + i - static_cast<int64_t>(a.round) * offers[d].rows;
-        if (row < 0 || row >= offers[d].rows) continue;
+        const int row = slots[d] + i;
+        if (static_cast<uint32_t>(row) >= offers[d].rows) continue;
         send_row(a, token, offered_block(c, d, offers[d]), offers[d].rows, row);
         if (offers[d].rows_stay()) continue;
         __syncwarp();
@@ -131,16 +131,22 @@ __device__ void zero_padding(const DispatchArgs& a, int local, int64_t first, in
 template <bool kSend, bool kReceive>
 __global__ void __launch_bounds__(kThreads, 1) move_kernel(const __grid_constant__ DispatchArgs a) {
   __shared__ Offer offers[kMaxRanks];
-  __shared__ int32_t begins[kMaxRanks + 1];
+  __shared__ int32_t begins[kMaxRanks + 1], slots[kMaxRanks];
   const Common& c = a.common;
   const Call call = call_of(c);
   const int local = a.num_local;
   for (int s = static_cast<int>(threadIdx.x); s <= c.team.num_ranks; s += kThreads) begins[s] = a.routing.recv_begin[s];
-  bool good = __syncthreads_and(!is_over(c, call));
+  bool good = __syncthreads_and(!is_over(c, call) && !(a.cached && is_broken(a.routing)));
   if (good) good = gather_offers(c, call, offers);
   const int64_t first = static_cast<int64_t>(blockIdx.x) * num_warps() + warp_id(), step = static_cast<int64_t>(gridDim.x) * num_warps();
   if (kSend && good) {
-    send_rows(a, offers, call);
+    // Where this rank's rows begin in the blocks of this round.
+    for (int d = static_cast<int>(threadIdx.x); d < c.team.num_ranks; d += kThreads) {
+      const int64_t earlier = min(static_cast<int64_t>(a.round) * offers[d].rows, static_cast<int64_t>(INT_MAX));
+      slots[d] = a.routing.send_begin[d] - static_cast<int32_t>(earlier);
+    }
+    __syncthreads();
+    send_rows(a, offers, slots, call);
     if (a.layout == Layout::rank_major) signal_channel(c, call);
   }
   if (kReceive && good) {
@@ -152,7 +158,7 @@ __global__ void __launch_bounds__(kThreads, 1) move_kernel(const __grid_constant
     }
   }
   __syncthreads();
-  if (kReceive && blockIdx.x == 0 && is_over(c, call)) clear_counts(a);
+  if (kReceive && blockIdx.x == 0 && !a.cached && is_over(c, call)) clear_counts(a);
   if (kSend && c.last_of_send) advance_epoch(c, call.epoch);
 }
 

@@ -12,29 +12,39 @@ namespace {
 
 using namespace count;
 
-/// Headers out. s.running holds the counts before the last chunk; `facts` lack only whether an id is out of range.
-__device__ void send_totals(const DispatchArgs& a, const Shared& s, Call call, FactWords* facts) {
-  const Common& c = a.common;
+struct Tables {  // of experts, in shared memory before they are needed
+  int32_t num_local[kMaxRanks], first[kMaxRanks];
+  const int32_t* by_rank;
+};
+/// Each load of it waits for the one before it.
+__device__ void load_tables(const Common& c, const Shared& s, Tables* tables) {
   const ExpertTable& experts = *c.experts;
-  const int num_ranks = c.team.num_ranks;
-  const int32_t* last = a.chunk_counts + static_cast<int64_t>(num_chunks(a.num_tokens) - 1) * (num_ranks + experts.num_experts);
-  const auto total = [&](int column) { return static_cast<uint32_t>(s.running[column] + __ldcg(last + column)); };
-  if (threadIdx.x == 0) {
-    facts->words[HeaderInts::kRefused] = *reinterpret_cast<const volatile uint32_t*>(&c.lane_control->bad_ids) == call.epoch;
+  for (int i = static_cast<int>(threadIdx.x); i < c.num_experts; i += kThreads) s.owner[i] = __ldg(c.owner + i);
+  for (int i = static_cast<int>(threadIdx.x); i < c.team.num_ranks; i += kThreads) {
+    tables->num_local[i] = experts.num_local[i];
+    tables->first[i] = experts.first[i];
   }
+  if (threadIdx.x == 0) tables->by_rank = experts.by_rank;
+}
+
+/// Headers out; `facts` lack only whether an id is out of range (`bad`).
+__device__ void send_totals(const DispatchArgs& a, const Shared& s, const Tables& tables, bool bad, Call call, FactWords* facts) {
+  const Common& c = a.common;
+  const int num_ranks = c.team.num_ranks;
+  if (threadIdx.x == 0) facts->words[HeaderInts::kRefused] = bad;
   __syncthreads();
-  send_header(c, call, HeaderInts::experts(num_ranks) + experts.max_local, [&](int rank, int i) -> uint32_t {
+  send_header(c, call, HeaderInts::experts(num_ranks) + c.max_local, [&](int rank, int i) -> uint32_t {
     if (i < HeaderInts::kRows) return facts->words[i];
-    if (i < HeaderInts::experts(num_ranks)) return total(i - HeaderInts::kRows);
+    if (i < HeaderInts::experts(num_ranks)) return static_cast<uint32_t>(s.all[i - HeaderInts::kRows]);
     const int e = i - HeaderInts::experts(num_ranks);
-    return e < experts.num_local[rank] ? total(num_ranks + experts.by_rank[experts.first[rank] + e]) : 0;
+    return e < tables.num_local[rank] ? static_cast<uint32_t>(s.all[num_ranks + __ldg(tables.by_rank + tables.first[rank] + e)]) : 0;
   });
 }
 
 /// Headers in; the rows of the table go to `rows` too. False: given up.
 __device__ bool receive_totals(const DispatchArgs& a, Call call, const FactWords* facts, int32_t* rows) {
   const Common& c = a.common;
-  const int num_ranks = c.team.num_ranks, local = a.num_local, most = c.experts->max_local;
+  const int num_ranks = c.team.num_ranks, local = a.num_local, most = c.max_local;
   const bool good = receive_headers(c, call, HeaderInts::experts(num_ranks) + most, facts, [&](int source, int i, uint32_t value) {
     if (i == HeaderInts::kTokens) a.routing.source_tokens[source] = static_cast<int32_t>(value);
     if (i == HeaderInts::kRoom && a.counts_for_host) a.counts_for_host[CountWords::kRooms + source] = value * kRoomUnit;
@@ -66,18 +76,24 @@ __device__ void prefix_sum(const int32_t* in, int n, int32_t* out) {
 }
 
 /// Tables that follow from the rows that ranks send each other, once the room of a block is known. One block calls it.
-__device__ void derive_tables(const DispatchArgs& a, const int32_t* table) {
+__device__ void derive_tables(const DispatchArgs& a, const int32_t* table, uint32_t epoch) {
   __shared__ int32_t sent[kMaxRanks], kept[kMaxRanks];
   const Routing& r = a.routing;
   const int num_ranks = a.common.team.num_ranks, me = a.common.team.rank;
   const auto rows = [&](int s, int d) { return static_cast<int64_t>(table[s * num_ranks + d]); };
   const int64_t room = a.capacity >= 0 ? a.block_rows : static_cast<int64_t>(INT32_MAX);
   const auto admitted = [&](int64_t begin, int64_t n) { return begin + n <= room ? n : begin < room ? room - begin : 0; };
+  const auto tell_begins = [&](int i, int64_t send, int64_t receive) {
+    store_word(reinterpret_cast<uint4*>(a.begins) + i, uint4{static_cast<uint32_t>(send), static_cast<uint32_t>(min(receive, room)), 0, epoch});
+  };
   // Thread i speaks for rank i as destination (what this rank sends there) and as source (what it sends here).
   if (const int i = static_cast<int>(threadIdx.x); i < num_ranks) {
     int64_t send_begin = 0, recv_begin = 0, record = 0;
     for (int s = 0; s < me; ++s) send_begin += rows(s, i);
     for (int s = 0; s < i; ++s) recv_begin += rows(s, me);
+    // What rows wait for comes first.
+    tell_begins(i, send_begin, recv_begin);
+    if (i == num_ranks - 1) tell_begins(num_ranks, 0, recv_begin + rows(i, me));
     // Where this rank's records begin in the combine block of source i: behind those of the ranks before this one.
     for (int d = 0; d < me; ++d) {
       int64_t begin = 0;
@@ -92,7 +108,6 @@ __device__ void derive_tables(const DispatchArgs& a, const int32_t* table) {
   __syncthreads();
   if (warp_id() == 0) prefix_sum(sent, num_ranks, r.send_offset);
   if (warp_id() == 1) prefix_sum(kept, num_ranks, r.recv_begin);
-  __threadfence();
   __syncthreads();
 }
 
@@ -107,7 +122,7 @@ __device__ void publish_counts(int64_t* counts_for_host, uint32_t epoch) {
 
 /// Counts for the host (exact), which has the rooms of all ranks already.
 __device__ void tell_host(const DispatchArgs& a, uint32_t epoch) {
-  const int num_ranks = a.common.team.num_ranks, local = a.common.experts->num_local[a.common.team.rank];
+  const int num_ranks = a.common.team.num_ranks, local = a.num_local;
   for (int i = static_cast<int>(threadIdx.x); i < num_ranks * num_ranks; i += kThreads)
     a.counts_for_host[CountWords::rows(num_ranks) + i] = a.routing.rows[i];
   for (int e = static_cast<int>(threadIdx.x); e < local; e += kThreads) {
@@ -132,7 +147,7 @@ __device__ void send_step(const DispatchArgs& a, const Shared& s, const Places& 
   const int topk = a.num_topk;
   for (int i = static_cast<int>(threadIdx.x); i < step.n; i += kThreads) {
     const int id = s.ids[i], first = i / topk * topk, pair = s.place[i];
-    const int owner = id >= 0 ? __ldg(c.experts->owner + id) : -1, local = id >= 0 ? __ldg(c.experts->local + id) : -1;
+    const int owner = id >= 0 ? s.owner[id] : -1, local = id >= 0 ? __ldg(c.local + id) : -1;
     const float weight = a.has_weights && id >= 0 ? a.routing.topk_weights[step.begin + i] : 0.0f;
     for (int j = first; j < first + topk; ++j) {
       const int d = s.first[j];
@@ -171,14 +186,18 @@ __device__ void send_meta(const DispatchArgs& a, const Shared& s, const Places& 
   }
 }
 
-/// Once the tables are there. False: given up.
+/// Once all ranks have told their counts. False: given up.
 __device__ bool gather_places(const DispatchArgs& a, Call call, Places* places) {
   const Common& c = a.common;
-  const bool ready = threadIdx.x == 0 ? wait_local(c, call.epoch, &a.flags[kPlanReady]) : true;
-  if (!__syncthreads_and(ready)) return false;
-  if (!gather_offers(c, call, places->offers)) return false;
+  bool good = true;
+  for (int d = static_cast<int>(threadIdx.x); good && d < c.team.num_ranks; d += kThreads) {
+    uint4 begins;
+    good = wait_word(c, Phase::local_blocks, c.team.rank, call.epoch, false, reinterpret_cast<const uint4*>(a.begins) + d, &begins);
+    places->begin[d] = static_cast<int32_t>(begins.x);
+  }
+  // Ends with all threads at one place.
+  if (!__syncthreads_and(good) || !gather_offers(c, call, places->offers)) return false;
   for (int d = static_cast<int>(threadIdx.x); d < c.team.num_ranks; d += kThreads) {
-    places->begin[d] = __ldcg(&a.routing.send_begin[d]);
     std::byte* block = offered_block(c, d, places->offers[d]);
     int32_t all = 0;  // exact: the ids of rows that come in later rounds, too
     for (int s = 0; a.capacity < 0 && s < c.team.num_ranks; ++s) all += __ldcg(&a.routing.rows[s * c.team.num_ranks + d]);
@@ -202,20 +221,29 @@ struct Chunks {  // those of a block, ascending
   int list[kMaxChunks], num, ticket;
 };
 
-/// Takes and counts chunks until there are no more, and not just one: where few SMs are free the other blocks may not have started, and
-/// this one will wait for what the last chunk brings.
-__device__ void take_chunks(const DispatchArgs& a, const Shared& s, Chunks* chunks, int num_groups, Call call) {
+/// Returns whether the last of them had an id out of range. Takes and counts chunks until there are no more, and not just one: where few SMs are free
+/// the other blocks may not have started, and this one will wait for what the last chunk brings.
+__device__ bool take_chunks(const DispatchArgs& a, const Shared& s, Chunks* chunks, int num_groups, Call call) {
   const int all = num_chunks(a.num_tokens);
-  if (threadIdx.x == 0) chunks->num = 0;
+  uint32_t* counter = &a.common.lane_control->tickets[call.copy][kChunkTicket];
+  bool bad = false;
+  int next = 0;  // asked for before it is needed
+  if (threadIdx.x == 0) {
+    chunks->num = 0;
+    next = static_cast<int>(atomicAdd(counter, 1u));
+  }
   for (;;) {
     __syncthreads();
     if (threadIdx.x == 0) {
-      chunks->ticket = static_cast<int>(atomicAdd(&a.common.lane_control->tickets[call.copy][kChunkTicket], 1u));
-      if (chunks->ticket < all) chunks->list[chunks->num++] = chunks->ticket;
+      chunks->ticket = next;
+      if (next < all) {
+        chunks->list[chunks->num++] = next;
+        next = static_cast<int>(atomicAdd(counter, 1u));
+      }
     }
     __syncthreads();
-    if (chunks->ticket >= all) break;
-    count_chunk(a, s, chunks->ticket, num_groups, call.epoch);
+    if (chunks->ticket >= all) return bad;
+    bad = count_chunk(a, s, chunks->ticket, num_groups, call.epoch);
   }
 }
 
@@ -224,33 +252,34 @@ __global__ void __launch_bounds__(kThreads, 1) plan_kernel(const __grid_constant
   __shared__ Places places;
   __shared__ FactWords facts;
   __shared__ Chunks chunks;
+  __shared__ Tables tables;
   __shared__ int32_t rows[kMaxRanks * kMaxRanks];
   const Common& c = a.common;
   const Call call = call_of(c);
   let_next_start();
   clear_next_tickets(c, call);
   if (is_over(c, call)) return;
-  const Shared s(memory, c.team.num_ranks + c.experts->num_experts, num_groups);
-  take_chunks(a, s, &chunks, num_groups, call);
+  const Shared s(memory, c.team.num_ranks + c.num_experts, c.num_experts, num_groups);
+  load_tables(c, s, &tables);
+  if (threadIdx.x == kThreads - 32) fill_facts(c, call.epoch, false, a.num_tokens, &facts, a.room);
+  bool bad = take_chunks(a, s, &chunks, num_groups, call);
   const int n = chunks.num, last = num_chunks(a.num_tokens) - 1;
   if (n == 0) return;
   const bool loaded = n == 1 && step_of(a, chunks.list[0], 1, num_groups).n == 0;
   // The last chunk first: all ranks wait for its headers, which travel while the other chunks find their places.
   const bool totals = chunks.list[n - 1] == last;
-  if (totals && threadIdx.x == 0) fill_facts(c, call.epoch, false, a.num_tokens, &facts, a.room);  // while the others wait for counts
   for (int i = n - 1; i >= 0; --i) {
-    if (!sum_earlier(a, s, chunks.list[i], call.epoch)) return;
+    if (!sum_earlier(a, s, chunks.list[i], i == n - 1, &bad, call.epoch)) return;
     if (totals && i == n - 1) {
       if (a.capacity >= 0) send_offers(a, call);
-      send_totals(a, s, call, &facts);
-      __syncthreads();
+      send_totals(a, s, tables, bad, call, &facts);
     }
     place_chunk(a, s, chunks.list[i], num_groups, loaded, call.epoch);
   }
   if (totals) {
     if (!receive_totals(a, call, &facts, rows)) return;
     if (a.counts_for_host) tell_host(a, call.epoch);
-    if (a.capacity >= 0) derive_tables(a, rows);
+    if (a.capacity >= 0) derive_tables(a, rows, call.epoch);
     if (a.capacity >= 0 && threadIdx.x == 0) store_release_gpu(&a.flags[kPlanReady], call.epoch);
   }
   // Exact: the host comes first.
@@ -265,15 +294,30 @@ __global__ void __launch_bounds__(kThreads, 1) meta_kernel(const __grid_constant
   const Common& c = a.common;
   const Call call = call_of(c);
   if (is_over(c, call)) return;
-  const Shared s(memory, c.team.num_ranks + c.experts->num_experts, num_groups);
+  const Shared s(memory, c.team.num_ranks + c.num_experts, c.num_experts, num_groups);
+  for (int i = static_cast<int>(threadIdx.x); i < c.num_experts; i += kThreads) s.owner[i] = __ldg(c.owner + i);
   if (take_role(c, call, kMetaRoleTicket) == 0) {
     send_offers(a, call);
-    derive_tables(a, a.routing.rows);
+    derive_tables(a, a.routing.rows, call.epoch);
     if (threadIdx.x == 0) store_release_gpu(&a.flags[kPlanReady], call.epoch);
   }
   if (!gather_places(a, call, &places)) return;
   for (int chunk = static_cast<int>(blockIdx.x); chunk < num_chunks(a.num_tokens); chunk += static_cast<int>(gridDim.x)) {
     send_meta(a, s, places, chunk, num_groups, false, call);
+  }
+}
+
+/// Who refuses waits for the others too, or refusals in a row would overtake a rank that has yet to see the first. Who does not come is
+/// left to the calls that need it: nothing fails here.
+__device__ void await_call(const Common& c, Call call, int rank) {
+  const auto* header = reinterpret_cast<const uint4*>(c.team.base[c.team.rank] + c.arena.header_at(c.lane, call.copy, rank));
+  const uint64_t start = clock_ns();
+  while (load_word(header).w != call.epoch && !is_aborted(c)) {
+    const uint64_t now = clock_ns();
+    if (now - start > c.control->busy_ns) return;
+    if (!may_look(c, rank, now)) continue;
+    const uint64_t abort = *reinterpret_cast<volatile uint64_t*>(&c.host->abort);
+    if (abort > c.control->generation || *reinterpret_cast<volatile uint32_t*>(&c.host->lost[rank]) != 0) return;
   }
 }
 
@@ -299,7 +343,9 @@ __global__ void __launch_bounds__(128, 1) hello_kernel(const __grid_constant__ H
     if (refused) send_offer(c, call, d, 0, kRefusedOffer, 0);
     else send_offer(c, call, d, h.block, h.block_rows, h.channels);
   }
-  if (!refused) {
+  if (refused) {
+    for (int s = static_cast<int>(threadIdx.x); s < c.team.num_ranks; s += static_cast<int>(blockDim.x)) await_call(c, call, s);
+  } else {
     const bool good = receive_headers(c, call, HeaderInts::kRows, &facts, [&](int source, int i, uint32_t value) {
       if (i == HeaderInts::kRoom && h.counts_for_host) h.counts_for_host[CountWords::kRooms + source] = value * kRoomUnit;
     });
@@ -315,12 +361,13 @@ __global__ void __launch_bounds__(128, 1) hello_kernel(const __grid_constant__ H
 int plan_groups(int num_ranks, int num_experts) {
   // Shared memory: the counts of a step's groups beside the running ones. A token (64 entries) needs two groups.
   const int columns = num_ranks + num_experts;
-  const int room = (200 * 1024 - 4 * kPairs * 4) / (columns * 4) - 2;
-  return room < 2 ? 0 : room < kPairs / kGroup ? room : kPairs / kGroup;
+  const int room = (200 * 1024 / 4 - 3 * columns - num_experts) / (columns + 4 * kGroup);
+  return room < 2 ? 0 : std::min(room, kPairs / kGroup);
 }
 
 static size_t plan_shared_bytes(int num_ranks, int num_experts) {
-  return static_cast<size_t>((num_ranks + num_experts) * (plan_groups(num_ranks, num_experts) + 2) + 4 * kPairs) * 4;
+  const int columns = num_ranks + num_experts, groups = plan_groups(num_ranks, num_experts);
+  return static_cast<size_t>(columns * (groups + 3) + 4 * groups * kGroup + num_experts) * 4;
 }
 
 cudaError_t launch_plan(const DispatchArgs& a, int num_ranks, int num_experts, int blocks, cudaStream_t stream) {

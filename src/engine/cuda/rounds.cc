@@ -53,7 +53,7 @@ bool Engine::may_need_rounds(const DispatchArgs& a, const RoutingMemory& r) cons
 /// Rounds use up staging that calls in flight still need: those are received first.
 void Engine::prepare_rounds(LaneState& lane, cudaStream_t stream) {
   if (lane.rounds <= 1) return;
-  for (PendingCall* earlier : lane.unreceived) earlier->make_room(stream);
+  receive_earlier(static_cast<int>(&lane - lanes_.data()), stream, lane.rounds);
   if (!told_of_rounds_) {
     util::log(util::LogLevel::warn,
               "a dispatch of exact size comes in " + std::to_string(lane.rounds) +

@@ -10,6 +10,7 @@ namespace turnout::engine::cuda {
 /// Kept by lane 0 of a warp. The next run is asked for before it is needed: under load an atomic takes 2 us.
 class Tickets {
  public:
+  __device__ Tickets() {}
   /// Of `total` items, for `workers` that take runs of `most` or fewer.
   __device__ Tickets(uint32_t* counter, int total, int workers, int most) : counter_(counter), total_(total), shares_(4 * workers), most_(most) {
     if (lane_id() != 0) return;
@@ -40,8 +41,8 @@ class Tickets {
     end_ = min(next_ + next_size_, total_);
     if (current_ < total_) ask();
   }
-  uint32_t* counter_;
-  int total_, shares_, most_, current_ = 0, end_ = 0, next_ = 0, next_size_ = 0;
+  uint32_t* counter_ = nullptr;
+  int total_ = 0, shares_ = 1, most_ = 1, current_ = 0, end_ = 0, next_ = 0, next_size_ = 0;
 };
 
 }  // namespace turnout::engine::cuda

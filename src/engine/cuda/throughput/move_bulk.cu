@@ -141,8 +141,14 @@ __global__ void __launch_bounds__(kThreads, 1) bulk_move_kernel(const __grid_con
   const int role = kSend && !a.straight ? take_role(c, call, kSendRoleTicket) : 0;
   const int senders = min(p.senders, blocks);
   const bool sends = kSend && (a.straight || role < senders);
-  if (set_up(a, sh, call)) {
-    if (sends) send_part(a, p, sh, ring, call);
+  __syncthreads();
+  FirstRows first;
+  const bool loads = sends && a.quantize == Quantize::none && warp_id() < p.pushers;
+  if (loads) first.load(a, p, sh, ring, call);
+  const bool ready = set_up(a, sh, call);
+  if (!ready && loads) first.drop(p, sh);
+  if (ready) {
+    if (sends) send_part(a, p, sh, ring, &first, call);
     if (kSend && a.layout == Layout::rank_major) signal_channel(c, call);
     if (kReceive && a.straight) {
       if (is_last_to_start(c, call)) wait_channels(a, sh.offers, sh.begins, call);
@@ -154,7 +160,7 @@ __global__ void __launch_bounds__(kThreads, 1) bulk_move_kernel(const __grid_con
   }
   if (a.chained) wait_for_previous();
   __syncthreads();
-  if (kReceive && blockIdx.x == 0 && is_over(c, call)) clear_counts(a);
+  if (kReceive && blockIdx.x == 0 && !a.cached && is_over(c, call)) clear_counts(a);
   if (kSend && c.last_of_send) advance_epoch(c, call.epoch);
 #endif
 }

@@ -26,15 +26,6 @@ struct Shared {
   Queue queue;
 };
 
-/// Chained: until the plan kernel has made its tables and placed all pairs. First one thread, so that few poll. False: given up.
-__device__ inline bool wait_plan(const DispatchArgs& a, Call call) {
-  const int chunks = num_chunks(a.num_tokens);
-  bool good = threadIdx.x == 0 ? wait_local(a.common, call.epoch, &a.flags[kPlanReady]) : true;
-  if (!__syncthreads_and(good)) return false;
-  for (int i = static_cast<int>(threadIdx.x); good && i < chunks; i += kThreads) good = wait_local(a.common, call.epoch, &a.flags[kPlaced + i]);
-  return __syncthreads_and(good);
-}
-
 __device__ inline void clear(const MoveShape& p, Shared& sh, std::byte* ring) {
   sh.queue.init();
   for (int i = static_cast<int>(threadIdx.x); i < kMostStages; i += kThreads) barrier_init(&sh.full[i], 1);
@@ -42,21 +33,36 @@ __device__ inline void clear(const MoveShape& p, Shared& sh, std::byte* ring) {
   fence_shared_to_bulk();
 }
 
-/// What a block needs to know, once the plan kernel has found it out. False: given up.
+inline constexpr int kFirstBegins = 128;
+static_assert(kMaxRanks < kFirstBegins && kFirstBegins + kMaxRanks < kThreads - kMaxChunks);
+
+/// What a block needs to know, once the plan kernel has found it out; all of it is asked for at once. False: given up.
 __device__ inline bool set_up(const DispatchArgs& a, Shared& sh, Call call) {
   const Common& c = a.common;
-  if (a.chained && !wait_plan(a, call)) return false;
-  if (!__syncthreads_and(!is_over(c, call))) return false;
-  if (!gather_offers(c, call, sh.offers)) return false;
-  for (int d = static_cast<int>(threadIdx.x); d <= c.team.num_ranks; d += kThreads) {
-    sh.begins[d] = __ldcg(&a.routing.recv_begin[d]);
-    if (d == c.team.num_ranks) break;
-    sh.block[d] = offered_block(c, d, sh.offers[d]);
-    sh.scales[d] = sh.block[d] + block_offsets(a, sh.offers[d].rows).scales;
-    sh.begin[d] = __ldcg(&a.routing.send_begin[d]);
+  const int thread = static_cast<int>(threadIdx.x);
+  bool good = true;
+  if (!a.chained) {
+    if (!__syncthreads_and(!is_over(c, call) && !(a.cached && is_broken(a.routing)))) return false;
+    for (int d = thread; d <= c.team.num_ranks; d += kThreads) {
+      sh.begins[d] = __ldcg(&a.routing.recv_begin[d]);
+      if (d < c.team.num_ranks) sh.begin[d] = __ldcg(&a.routing.send_begin[d]);
+    }
+  } else if (thread >= kThreads - kMaxChunks) {  // warps of their own for each kind of wait
+    const int chunk = thread - (kThreads - kMaxChunks);
+    if (chunk < num_chunks(a.num_tokens)) good = wait_local(c, call.epoch, &a.flags[kPlaced + chunk]);
+  } else if (thread >= kFirstBegins && thread - kFirstBegins <= c.team.num_ranks) {
+    const int d = thread - kFirstBegins;
+    uint4 w;
+    good = wait_word(c, Phase::local_blocks, c.team.rank, call.epoch, false, reinterpret_cast<const uint4*>(a.begins) + d, &w);
+    sh.begins[d] = static_cast<int32_t>(w.y);
+    if (d < c.team.num_ranks) sh.begin[d] = static_cast<int32_t>(w.x);
   }
-  __syncthreads();
-  return true;
+  if (thread < c.team.num_ranks) {
+    good = good && wait_offer(c, call, thread, &sh.offers[thread], a.chained ? Phase::local_blocks : Phase::offer);
+    sh.block[thread] = offered_block(c, thread, sh.offers[thread]);
+    sh.scales[thread] = sh.block[thread] + block_offsets(a, sh.offers[thread].rows).scales;
+  }
+  return __syncthreads_and(good);
 }
 
 /// Writes a row that lies in a stage to all ranks that get it; returns how many entries it has put behind `count`. Lane k takes the
@@ -135,16 +141,46 @@ __device__ __forceinline__ void load_stage(const DispatchArgs& a, const MoveShap
   __syncwarp();
 }
 
+/// The first rows of a warp that sends: on their way to the ring before it is known where they go.
+struct FirstRows {
+  static constexpr int kMost = 2;
+  Tickets tickets;
+  int token[kMost] = {-1, -1}, num = 0;
+
+  __device__ __forceinline__ void load(const DispatchArgs& a, const MoveShape& p, Shared& sh, std::byte* ring, Call call) {
+    tickets = Tickets(&a.common.lane_control->tickets[call.copy][kTokenTicket], static_cast<int>(a.num_tokens), p.senders * p.pushers,
+                      a.straight ? 16 : 8);
+#pragma unroll
+    for (int j = 0; j < kMost; ++j) {
+      if (j >= max(1, p.push_ring / 2)) break;
+      token[j] = tickets.take();
+      if (token[j] < 0) break;
+      const int stage = warp_id() * p.push_ring + j;
+      load_stage(a, p, ring + static_cast<int64_t>(stage) * p.stage_bytes, &sh.full[stage], token[j]);
+      num = j + 1;
+    }
+  }
+  /// Instead of sending them: no copy may be under way when the block ends.
+  __device__ __forceinline__ void drop(const MoveShape& p, Shared& sh) const {
+    for (int j = 0; j < num; ++j) barrier_wait(&sh.full[warp_id() * p.push_ring + j], 0);
+  }
+};
+
 /// A warp sends rows until no tickets are left.
 template <bool kAnnounce>
-__device__ void push_rows(const DispatchArgs& a, const MoveShape& p, Shared& sh, std::byte* ring, Call call) {
+__device__ __forceinline__ void push_rows(const DispatchArgs& a, const MoveShape& p, Shared& sh, std::byte* ring, FirstRows& first) {
   const int warp = warp_id(), depth = p.push_ring, ahead = max(1, depth / 2);
   const int first_stage = warp * depth;
-  Tickets tickets(&a.common.lane_control->tickets[call.copy][kTokenTicket], static_cast<int>(a.num_tokens), p.senders * p.pushers,
-                  kAnnounce ? 8 : 16);
-  int issued = 0, stored = 0, in = 0, out = 0;
+  Tickets& tickets = first.tickets;
+  int issued = first.num, stored = 0, in = first.num == depth ? 0 : first.num, out = 0;
   uint32_t phase = 0, count = 0, one_ago = 0, two_ago = 0;
   Index index;
+#pragma unroll
+  for (int j = 0; j < FirstRows::kMost; ++j) {
+    if (j >= first.num) break;
+    index.put(a, p);
+    index.load(a, first.token[j], ring + static_cast<int64_t>(first_stage + j) * p.stage_bytes);
+  }
   for (;;) {
     while (issued - stored < ahead) {
       const int token = tickets.take();
@@ -214,14 +250,14 @@ __device__ void push_quantised(const DispatchArgs& a, const MoveShape& p, Shared
   if (kAnnounce && lane_id() == 0) sh.queue.post(warp, count | Queue::kDone);
 }
 
-__device__ inline void send_part(const DispatchArgs& a, const MoveShape& p, Shared& sh, std::byte* ring, Call call) {
+__device__ __forceinline__ void send_part(const DispatchArgs& a, const MoveShape& p, Shared& sh, std::byte* ring, FirstRows* first, Call call) {
   const bool quantised = a.quantize != Quantize::none;
   // Who lays rows out wants to know of each.
   bool all_stay = true;
   for (int d = 0; d < a.common.team.num_ranks; ++d) all_stay = all_stay && (d == a.common.team.rank || sh.offers[d].rows_stay());
   if (warp_id() < p.pushers) {
-    if (all_stay) quantised ? push_quantised<false>(a, p, sh, ring, call) : push_rows<false>(a, p, sh, ring, call);
-    else quantised ? push_quantised<true>(a, p, sh, ring, call) : push_rows<true>(a, p, sh, ring, call);
+    if (all_stay) quantised ? push_quantised<false>(a, p, sh, ring, call) : push_rows<false>(a, p, sh, ring, *first);
+    else quantised ? push_quantised<true>(a, p, sh, ring, call) : push_rows<true>(a, p, sh, ring, *first);
   } else if (!all_stay && warp_id() == kAnnouncer) {
     sh.queue.announce(a.common, call, p.pushers);
   }
