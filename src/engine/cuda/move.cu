@@ -75,13 +75,14 @@ __device__ void send_rows(const DispatchArgs& a, const Offer* offers, const int3
 }
 
 /// Rows of this round as they arrive in the own block. `first` and `step` count warps.
-__device__ void receive_rows(const DispatchArgs& a, const int32_t* begins, Call call, int64_t first, int64_t step) {
+__device__ void receive_rows(const DispatchArgs& a, const int32_t* begins, Call call, int first, int step) {
   const Common& c = a.common;
   const Routing& r = a.routing;
   const int num_ranks = c.team.num_ranks, me = c.team.rank, topk = a.num_topk;
   const std::byte* block = c.team.base[me] + a.block;
-  const int64_t begin = a.round * a.block_rows, end = min(static_cast<int64_t>(begins[num_ranks]), begin + a.block_rows);
-  for (int64_t row = begin + first; row < end; row += step) {
+  const int begin = static_cast<int>(min(a.round * a.block_rows, static_cast<int64_t>(begins[num_ranks])));
+  const int end = static_cast<int>(min(begin + a.block_rows, static_cast<int64_t>(begins[num_ranks])));
+  for (int row = begin + first; row < end; row += step) {
     int s = 0;
     while (row >= begins[s + 1]) ++s;
     int64_t token = -1;
@@ -98,7 +99,7 @@ __device__ void receive_rows(const DispatchArgs& a, const int32_t* begins, Call 
     } else {
       for (int k0 = 0; k0 < topk; k0 += 32) {
         const int k = k0 + lane_id();
-        const int at = k < topk ? __ldcg(r.position + row * topk + k) : -1;
+        const int at = k < topk ? __ldcg(r.position + static_cast<int64_t>(row) * topk + k) : -1;
         for (unsigned left = __ballot_sync(kFull, at >= 0); left; left &= left - 1) {
           place_row(a, block, row - begin, token, __shfl_sync(kFull, at, __ffs(left) - 1));
         }
@@ -138,7 +139,7 @@ __global__ void __launch_bounds__(kThreads, 1) move_kernel(const __grid_constant
   for (int s = static_cast<int>(threadIdx.x); s <= c.team.num_ranks; s += kThreads) begins[s] = a.routing.recv_begin[s];
   bool good = __syncthreads_and(!is_over(c, call) && !(a.cached && is_broken(a.routing)));
   if (good) good = gather_offers(c, call, offers);
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * num_warps() + warp_id(), step = static_cast<int64_t>(gridDim.x) * num_warps();
+  const int first = static_cast<int>(blockIdx.x) * num_warps() + warp_id(), step = static_cast<int>(gridDim.x) * num_warps();
   if (kSend && good) {
     // Where this rank's rows begin in the blocks of this round.
     for (int d = static_cast<int>(threadIdx.x); d < c.team.num_ranks; d += kThreads) {

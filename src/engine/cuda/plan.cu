@@ -47,7 +47,6 @@ __device__ bool receive_totals(const DispatchArgs& a, Call call, const FactWords
   const int num_ranks = c.team.num_ranks, local = a.num_local, most = c.max_local;
   const bool good = receive_headers(c, call, HeaderInts::experts(num_ranks) + most, facts, [&](int source, int i, uint32_t value) {
     if (i == HeaderInts::kTokens) a.routing.source_tokens[source] = static_cast<int32_t>(value);
-    if (i == HeaderInts::kRoom && a.counts_for_host) a.counts_for_host[CountWords::kRooms + source] = value * kRoomUnit;
     if (i < HeaderInts::kRows) return;
     if (i < HeaderInts::experts(num_ranks)) {
       a.routing.rows[source * num_ranks + i - HeaderInts::kRows] = rows[source * num_ranks + i - HeaderInts::kRows] = static_cast<int32_t>(value);
@@ -120,9 +119,17 @@ __device__ void publish_counts(int64_t* counts_for_host, uint32_t epoch) {
   }
 }
 
-/// Counts for the host (exact), which has the rooms of all ranks already.
-__device__ void tell_host(const DispatchArgs& a, uint32_t epoch) {
+/// What the headers say of each rank's region.
+__device__ __forceinline__ void tell_rooms(const Common& c, Call call, int64_t* counts_for_host) {
+  static_assert(HeaderInts::kRoom % kWordPayload == 1);
+  for (int s = static_cast<int>(threadIdx.x); s < c.team.num_ranks; s += static_cast<int>(blockDim.x))
+    counts_for_host[CountWords::kRooms + s] = load_word(header_from(c, call, s) + HeaderInts::kRoom / kWordPayload).y * kRoomUnit;
+}
+
+/// Rooms and counts for the host (exact).
+__device__ __noinline__ void tell_host(const DispatchArgs& a, Call call) {
   const int num_ranks = a.common.team.num_ranks, local = a.num_local;
+  tell_rooms(a.common, call, a.counts_for_host);
   for (int i = static_cast<int>(threadIdx.x); i < num_ranks * num_ranks; i += kThreads)
     a.counts_for_host[CountWords::rows(num_ranks) + i] = a.routing.rows[i];
   for (int e = static_cast<int>(threadIdx.x); e < local; e += kThreads) {
@@ -130,7 +137,7 @@ __device__ void tell_host(const DispatchArgs& a, uint32_t epoch) {
     for (int s = 0; s < num_ranks; ++s) sum += a.routing.expert_base[s * local + e];
     a.counts_for_host[CountWords::pairs(num_ranks) + e] = sum;
   }
-  publish_counts(a.counts_for_host, epoch);
+  publish_counts(a.counts_for_host, call.epoch);
 }
 
 struct Places {  // where this rank's rows go
@@ -186,7 +193,8 @@ __device__ void send_meta(const DispatchArgs& a, const Shared& s, const Places& 
   }
 }
 
-/// Once all ranks have told their counts. False: given up.
+/// Once all ranks have told their counts. kExact: ids of the rows that come in later rounds go with the others. False: given up.
+template <bool kExact>
 __device__ bool gather_places(const DispatchArgs& a, Call call, Places* places) {
   const Common& c = a.common;
   bool good = true;
@@ -199,9 +207,9 @@ __device__ bool gather_places(const DispatchArgs& a, Call call, Places* places) 
   if (!__syncthreads_and(good) || !gather_offers(c, call, places->offers)) return false;
   for (int d = static_cast<int>(threadIdx.x); d < c.team.num_ranks; d += kThreads) {
     std::byte* block = offered_block(c, d, places->offers[d]);
-    int32_t all = 0;  // exact: the ids of rows that come in later rounds, too
-    for (int s = 0; a.capacity < 0 && s < c.team.num_ranks; ++s) all += __ldcg(&a.routing.rows[s * c.team.num_ranks + d]);
-    places->num_rows[d] = a.capacity < 0 ? all : static_cast<int32_t>(places->offers[d].rows);
+    int32_t all = 0;
+    for (int s = 0; kExact && s < c.team.num_ranks; ++s) all += __ldcg(&a.routing.rows[s * c.team.num_ranks + d]);
+    places->num_rows[d] = kExact ? all : static_cast<int32_t>(places->offers[d].rows);
     const BlockOffsets offsets = block_offsets(a, places->offers[d].rows, places->num_rows[d]);
     places->idx[d] = reinterpret_cast<int32_t*>(block + offsets.idx);
     places->pair[d] = reinterpret_cast<int32_t*>(block + offsets.pair);
@@ -278,12 +286,12 @@ __global__ void __launch_bounds__(kThreads, 1) plan_kernel(const __grid_constant
   }
   if (totals) {
     if (!receive_totals(a, call, &facts, rows)) return;
-    if (a.counts_for_host) tell_host(a, call.epoch);
+    if (a.counts_for_host) tell_host(a, call);
     if (a.capacity >= 0) derive_tables(a, rows, call.epoch);
     if (a.capacity >= 0 && threadIdx.x == 0) store_release_gpu(&a.flags[kPlanReady], call.epoch);
   }
   // Exact: the host comes first.
-  if (a.capacity < 0 || !gather_places(a, call, &places)) return;
+  if (a.capacity < 0 || !gather_places<false>(a, call, &places)) return;
   for (int i = 0; i < n; ++i) send_meta(a, s, places, chunks.list[i], num_groups, loaded, call);
 }
 
@@ -301,7 +309,7 @@ __global__ void __launch_bounds__(kThreads, 1) meta_kernel(const __grid_constant
     derive_tables(a, a.routing.rows, call.epoch);
     if (threadIdx.x == 0) store_release_gpu(&a.flags[kPlanReady], call.epoch);
   }
-  if (!gather_places(a, call, &places)) return;
+  if (!gather_places<true>(a, call, &places)) return;
   for (int chunk = static_cast<int>(blockIdx.x); chunk < num_chunks(a.num_tokens); chunk += static_cast<int>(gridDim.x)) {
     send_meta(a, s, places, chunk, num_groups, false, call);
   }
@@ -346,10 +354,11 @@ __global__ void __launch_bounds__(128, 1) hello_kernel(const __grid_constant__ H
   if (refused) {
     for (int s = static_cast<int>(threadIdx.x); s < c.team.num_ranks; s += static_cast<int>(blockDim.x)) await_call(c, call, s);
   } else {
-    const bool good = receive_headers(c, call, HeaderInts::kRows, &facts, [&](int source, int i, uint32_t value) {
-      if (i == HeaderInts::kRoom && h.counts_for_host) h.counts_for_host[CountWords::kRooms + source] = value * kRoomUnit;
-    });
-    if (__syncthreads_and(good) && h.counts_for_host) publish_counts(h.counts_for_host, call.epoch);
+    const bool good = receive_headers(c, call, HeaderInts::kRows, &facts, [](int, int, uint32_t) {});
+    if (good && h.counts_for_host) {
+      tell_rooms(c, call, h.counts_for_host);
+      publish_counts(h.counts_for_host, call.epoch);
+    }
   }
   if (lost && threadIdx.x == 0) *failed = call.epoch;
   __syncthreads();
