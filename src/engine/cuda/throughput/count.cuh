@@ -65,7 +65,7 @@ __device__ __noinline__ void tell_bad_id(const DispatchArgs& a, int64_t i, uint3
 /// Ids of a step to shared memory; what each pair finds before it in its group; counts of the groups before each group. Returns whether an
 /// id is out of range.
 __device__ inline bool load_step(const DispatchArgs& a, const Shared& s, Step step, uint32_t epoch) {
-  constexpr int kEach = (kPairs + kThreads - 1) / kThreads, kAtOnce = 16;
+  constexpr int kEach = (kPairs + kThreads - 1) / kThreads, kAtOnce = 8;
   const int num_ranks = a.common.team.num_ranks, columns = num_ranks + a.common.num_experts, topk = a.num_topk;
   const int num_groups = (step.n + kGroup - 1) / kGroup;
   // All loads first: each takes as long as all of them.
