@@ -6,7 +6,7 @@
 
 namespace turnout::engine::cuda::count {
 
-inline constexpr int kThreads = 768;  ///< more would have too few registers
+inline constexpr int kThreads = 704;  ///< more would have too few registers
 inline constexpr int kPairs = 2048;  ///< pairs of a step, in shared memory
 inline constexpr int kGroup = 32;    ///< pairs that find their place by looking at each other: a warp
 
