@@ -6,7 +6,7 @@
 
 namespace turnout::engine::cuda::count {
 
-inline constexpr int kThreads = 704;  ///< more would have too few registers
+inline constexpr int kThreads = 640;  ///< more would have too few registers
 inline constexpr int kPairs = 2048;  ///< pairs of a step, in shared memory
 inline constexpr int kGroup = 32;    ///< pairs that find their place by looking at each other: a warp
 
@@ -49,7 +49,7 @@ __device__ __forceinline__ Step step_of(const DispatchArgs& a, int chunk, int i,
   return {begin, static_cast<int>(max(static_cast<int64_t>(0), min(static_cast<int64_t>(most), end - begin)))};
 }
 
-__device__ __noinline__ void tell_bad_id(const DispatchArgs& a, int64_t i, uint32_t epoch) {
+__device__ inline void tell_bad_id(const DispatchArgs& a, int64_t i, uint32_t epoch) {
   DeviceRecord r{};
   r.state = 4;
   r.peer = a.common.team.rank;
