@@ -6,7 +6,7 @@
 
 namespace turnout::engine::cuda::count {
 
-inline constexpr int kThreads = 640;  ///< more would have too few registers
+inline constexpr int kThreads = 512;
 inline constexpr int kPairs = 2048;  ///< pairs of a step, in shared memory
 inline constexpr int kGroup = 32;    ///< pairs that find their place by looking at each other: a warp
 
@@ -184,7 +184,7 @@ __device__ inline void place_chunk(const DispatchArgs& a, const Shared& s, int c
 /// s.running becomes the sum of the chunks before `chunk`. `own`: it has been that chunk's counts; s.all becomes the sum with them, and
 /// *bad tells whether one of these chunks had an id out of range. False: given up.
 __device__ inline bool sum_earlier(const DispatchArgs& a, const Shared& s, int chunk, bool own, bool* bad, uint32_t epoch) {
-  constexpr int kAtOnce = 8;
+  constexpr int kAtOnce = 16;
   const int columns = a.common.team.num_ranks + a.common.num_experts;
   const int parts = max(1, kThreads / columns);  // threads that share a column
   for (int i = static_cast<int>(threadIdx.x); i < columns; i += kThreads) {
