@@ -7,8 +7,8 @@
 namespace turnout::engine::cuda::count {
 
 inline constexpr int kThreads = 640;  ///< more would have too few registers
-inline constexpr int kPairs = 2048;  ///< pairs of a step, in shared memory
-inline constexpr int kGroup = 32;    ///< pairs that find their place by looking at each other: a warp
+inline constexpr int kPairs = 2048;   ///< pairs of a step, in shared memory
+inline constexpr int kGroup = 32;     ///< pairs that find their place by looking at each other: a warp
 
 struct Shared {
   int32_t* running;  ///< [R + P] counts so far: token rows per rank, pairs per expert
