@@ -153,7 +153,8 @@ def main():
         goals += others(recorder, models_of(args.turnout))
     except (Failed, subprocess.CalledProcessError) as error:
         sys.exit("record: " + str(error))
-    record = dict(recorder.report, command="./dev bench" if not args.trying else "./dev bench --try", cases=recorder.cases)
+    command = "./dev bench --try" if args.trying else "./dev bench --rounds %d" % args.rounds
+    record = dict(recorder.report, command=command, cases=recorder.cases)
     if args.trying:
         record.update(tree="", tree_cuda="")
     elif head() != before or dirty():

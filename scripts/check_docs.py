@@ -2,6 +2,7 @@
 """Checks that the pages speak of what is there:
   links       every relative link leads to a file, and to a heading where it names one
   names       every TURNOUT_ name is a variable of src/util/env.cc, an option of CMakeLists.txt, or a word of the sources
+  variables   every variable of src/util/env.cc is used by the sources
   paths       every `path` that begins with a folder of the repository exists (build/ is not looked at)
   commands    every `./dev COMMAND` is one of dev's, every preset one of CMakePresets.json's
   flags       (with --command) every --flag in a page about `turnout` is one that the command has, every flag of the command stands in
@@ -52,6 +53,19 @@ def check_names(root, pages):
         for name in sorted(set(re.findall(r"\bTURNOUT_[A-Z_]*[A-Z]\b", page.read_text()))):
             if name not in known:
                 yield page, name + " is nowhere in the sources"
+
+
+def check_variables(root):
+    """A row of the table fills a field of Env; something must read it."""
+    table = root / "src/util/env.cc"
+    rows = re.findall(r'{"(TURNOUT_\w+)".*?\be\.(\w+) =', table.read_text(), re.DOTALL)
+    sources = "".join(p.read_text() for p in (root / "src").rglob("*.[hc]*") if p.name not in ("env.cc", "env.h"))
+    if len(rows) != table.read_text().count('{"TURNOUT_'):
+        yield table, "rows that this script cannot read"
+    for name, field in rows:
+        # TURNOUT_LOG is read by the log on its own, since reading the others may log.
+        if not re.search(r"\b(?:env\(\)|env|e|turnout)\.%s\b" % field, sources) and not (field == "log_level" and "read_log_level" in sources):
+            yield table, name + " is in the table, and nothing uses it"
 
 
 def check_paths(root, pages):
@@ -114,7 +128,7 @@ def main(arguments):
     pages = sorted(root.glob("*.md")) + sorted((root / "docs").rglob("*.md"))
     # Design pages also speak of what is to come: their links and variables must be right, paths and commands need not exist yet.
     done = [p for p in pages if p.name != "overview.md" and p.name != "STYLE.md"]
-    wrong = [*check_links(root, pages), *check_names(root, pages), *check_paths(root, done), *check_commands(root, done)]
+    wrong = [*check_links(root, pages), *check_names(root, pages), *check_variables(root), *check_paths(root, done), *check_commands(root, done)]
     if command:
         wrong += check_flags(root, command)
     for page, why in wrong:

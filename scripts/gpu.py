@@ -37,16 +37,17 @@ LIBRARIES = ["**/libturnout_cuda.so", "**/libturnout.so.*"]
 SETTINGS = {
     "cuda_engine_contract_test": {"shards": 10, "seconds": 240, "also": [
         ("no_sm90", {"TURNOUT_CUDA_LIBRARY": "no_sm90"}, []),
-        ("memcheck", {}, ["--gtest_filter=*SmallCalls*"]),
-        ("racecheck", {}, ["--gtest_filter=*SmallCalls*"])]},
+        # One rank: these tools run one kernel at a time, and kernels of several ranks wait for each other.
+        ("memcheck", {}, ["--gtest_filter=*SmallCalls*/1_ranks*"]),
+        ("racecheck", {}, ["--gtest_filter=*SmallCalls*/1_ranks*"])]},
     "cuda_low_latency_test": {"shards": 6, "also": [("no_sm90", {"TURNOUT_CUDA_LIBRARY": "no_sm90"}, [])]},
     "cuda_command_test": {"seconds": 240},
     "cuda_window_test": {"also": [("ipc", {"TURNOUT_DEVICE_MEMORY": "ipc"}, [])]},
     "cuda_window_process_test": {"also": [("ipc", {"TURNOUT_DEVICE_MEMORY": "ipc"}, [])]},
     "cuda_bad_input_test": {"shards": 4},
-    "cuda_lifecycle_test": {"shards": 2},
     # These take whole GPUs or measure time: nothing runs beside them.
     "cuda_graphs_test": {"alone": True},
+    "cuda_lifecycle_test": {"alone": True},
     "cuda_litmus_test": {"alone": True},
     "cuda_nccl_order_test": {"alone": True},
     "cuda_process_test": {"alone": True},
@@ -263,6 +264,33 @@ def test(args):
     return 1 if failed or not passed else 0
 
 
+# What is measured beside gpu_bench: (words of the environment, words of `turnout bench`).
+SHAPE = ["--hidden", "7168", "--top-k", "8", "--experts", "256", "--size", "capacity", "--seconds", "0.5"]
+BESIDE = [
+    ({"TURNOUT_DEVICE_TRANSPORT": "cuda_host"}, ["--device", "cuda", "--tokens", "4096", "--mode", "throughput", *SHAPE]),
+    ({"TURNOUT_DEVICE_TRANSPORT": "cuda_host"}, ["--device", "cuda", "--tokens", "128", "--mode", "low_latency", "--layout", "expert_slab", *SHAPE]),
+    ({}, ["--device", "cuda:0", "--placement", "threads", "--ranks", "8", "--tokens", "512", "--mode", "throughput", *SHAPE]),
+    ({}, ["--device", "cuda:0", "--placement", "threads", "--ranks", "8", "--tokens", "64", "--mode", "low_latency", "--layout", "expert_slab", *SHAPE]),
+]
+
+
+def beside(folder, out, ranks):
+    """Cases of the other transport, of ranks that share a GPU, and of torch where it is; and what went wrong, in words."""
+    cases, wrong = [], []
+    script = pathlib.Path(__file__).resolve().parent.parent / "bench/compare/torch_all_to_all.py"
+    torch = subprocess.run([sys.executable, "-c", "import torch"], capture_output=True, check=False).returncode == 0
+    runs = [(env, [str(folder / "turnout"), "bench", *([] if "--ranks" in words else ["--ranks", str(ranks)]), *words, "--json"]) for env, words in BESIDE]
+    for env, words in runs + ([({}, [sys.executable, str(script), "--ranks", str(ranks)])] if torch and ranks > 1 else []):
+        path = out / "beside.json"
+        path.unlink(missing_ok=True)
+        try:
+            subprocess.run([*words, str(path)], env=environment(folder, env), timeout=120, check=True)
+            cases += json.loads(path.read_text())["cases"]
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            wrong.append(f"{' '.join(words[1:])}: {error}")
+    return cases, wrong
+
+
 def bench(args):
     folder, number, words = pathlib.Path(args.folder).resolve(), *gpus()
     trees = read_trees(folder)
@@ -275,9 +303,12 @@ def bench(args):
             report = json.loads(path.read_text())
         except (OSError, ValueError):
             sys.exit(f"gpu.py: gpu_bench ended with status {status} and left no report")
-    if trees and not args.filter and not status:
-        write(args.output, record("./dev gpu-bench", trees, words, report["cases"], report["link_GBps"], host=report["host"]))
-    return status
+        cases, wrong = ([], []) if args.filter else beside(folder, pathlib.Path(out), ranks)
+    for text in wrong:
+        print("FAILED", text)
+    if trees and number and not args.filter:
+        write(args.output, record("./dev gpu-bench", trees, words, report["cases"] + cases, report["link_GBps"], host=report["host"]))
+    return status or len(wrong)
 
 
 def fresh(files):

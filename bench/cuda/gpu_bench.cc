@@ -40,9 +40,10 @@ Stat slower(Communicator& comm, const std::vector<float>& mine) {
   return {tools::quantile(worst, 0.5), tools::quantile(worst, 0.99)};
 }
 
-/// Times of `call(i)`, event to event. `host_us`: time of the host per call, its two events included.
+/// Times of `call(i)`, event to event; `before` is issued ahead of the first event. `host_us`: time of the host per call, its two events
+/// included.
 std::vector<float> time_calls(Communicator& comm, cudaStream_t stream, int warm, int calls, const std::function<void(int)>& call,
-                              double* host_us = nullptr) {
+                              double* host_us = nullptr, const std::function<void()>& before = {}) {
   std::vector<cudaEvent_t> events(static_cast<size_t>(2 * calls));
   for (cudaEvent_t& e : events) cuda_ok(cudaEventCreate(&e), "cudaEventCreate");
   comm.barrier();
@@ -51,6 +52,7 @@ std::vector<float> time_calls(Communicator& comm, cudaStream_t stream, int warm,
   comm.barrier();
   const auto begin = std::chrono::steady_clock::now();
   for (int i = 0; i < calls; ++i) {
+    if (before) before();
     cuda_ok(cudaEventRecord(events[static_cast<size_t>(2 * i)], stream), "cudaEventRecord");
     call(i);
     cuda_ok(cudaEventRecord(events[static_cast<size_t>(2 * i + 1)], stream), "cudaEventRecord");
@@ -81,55 +83,6 @@ std::vector<float> time_graph(Communicator& comm, cudaStream_t stream, int insid
   cudaGraphExecDestroy(exec);
   cudaGraphDestroy(graph);
   return us;
-}
-
-/// Copy engine, both ways at once, between the first two GPUs. GB/s per direction; 0 with one GPU.
-double link_GBps() {
-  int devices = 0;
-  cudaGetDeviceCount(&devices);
-  if (devices < 2) return 0;
-  int before = 0;
-  cudaGetDevice(&before);
-  constexpr size_t kBytes = size_t{256} << 20;
-  void* memory[2][2] = {};
-  cudaStream_t streams[2] = {};
-  for (int d = 0; d < 2; ++d) {
-    cuda_ok(cudaSetDevice(d), "cudaSetDevice");
-    cudaDeviceEnablePeerAccess(1 - d, 0);
-    (void)cudaGetLastError();
-    for (void*& m : memory[d]) cuda_ok(cudaMalloc(&m, kBytes), "cudaMalloc");
-    cuda_ok(cudaStreamCreate(&streams[d]), "cudaStreamCreate");
-  }
-  double best = 0;
-  for (int round = 0; round < 4; ++round) {
-    cudaEvent_t begin[2], end[2];
-    for (int d = 0; d < 2; ++d) {
-      cuda_ok(cudaSetDevice(d), "cudaSetDevice");
-      cudaEventCreate(&begin[d]);
-      cudaEventCreate(&end[d]);
-      cudaEventRecord(begin[d], streams[d]);
-      for (int i = 0; i < 4; ++i) cuda_ok(cudaMemcpyPeerAsync(memory[1 - d][1], 1 - d, memory[d][0], d, kBytes, streams[d]), "copy");
-      cudaEventRecord(end[d], streams[d]);
-    }
-    float slowest = 0;
-    for (int d = 0; d < 2; ++d) {
-      cuda_ok(cudaSetDevice(d), "cudaSetDevice");
-      cuda_ok(cudaStreamSynchronize(streams[d]), "copy");
-      float ms = 0;
-      cudaEventElapsedTime(&ms, begin[d], end[d]);
-      slowest = std::max(slowest, ms);
-      cudaEventDestroy(begin[d]);
-      cudaEventDestroy(end[d]);
-    }
-    best = std::max(best, 4.0 * kBytes / (slowest * 1e6));
-  }
-  for (int d = 0; d < 2; ++d) {
-    cudaSetDevice(d);
-    for (void* m : memory[d]) cudaFree(m);
-    cudaStreamDestroy(streams[d]);
-  }
-  cudaSetDevice(before);
-  return best;
 }
 
 class Runner {
@@ -167,9 +120,12 @@ class Runner {
     tools::ReportCase c = describe(p);
     std::vector<float> us;
     double host_us = 0;
+    std::function<void()> before;
+    if (shape.cold) before = [this] { pass_through_l2(); };
+    if (shape.skew_us > 0) before = [this, &shape] { wait_together(rank_ == 0 ? shape.skew_us : 0); };
     const auto measure = [&](const std::function<void(int)>& call) {
       us = shape.graph_calls ? time_graph(comm_, stream_, shape.graph_calls, 40, call)
-                             : time_calls(comm_, stream_, options_.warm, options_.calls, call, &host_us);
+                             : time_calls(comm_, stream_, options_.warm, options_.calls, call, &host_us, before);
     };
     if (!shape.combine) {
       first.release();
@@ -257,6 +213,17 @@ class Runner {
     keep_.emplace_back(host.data(), host.size() * sizeof(T));
     return keep_.back().data();
   }
+  /// Twice as much as L2 holds is written, so that what a call reads is not in it.
+  void pass_through_l2() {
+    if (!other_data_) other_data_ = std::make_unique<DeviceArray>(kOtherBytes);
+    cuda_ok(cudaMemsetAsync(other_data_->data(), 1, kOtherBytes, stream_), "cudaMemset");
+  }
+  /// A call's time counts from its own first event. So ranks must be together before it but for the delay: the call before has made
+  /// them so, and each waits long enough for the host to be ahead.
+  void wait_together(double late_us) {
+    constexpr double kHostUs = 60;
+    delay(kHostUs + late_us, stream_);
+  }
   static void quantise(const std::vector<uint16_t>& x, const Shape& shape, std::vector<uint8_t>& q, std::vector<float>& scales);
 
   tools::ReportCase describe(const Problem& p) const {
@@ -282,6 +249,8 @@ class Runner {
     c.routing = s.routing;
     c.seed = p.seed;
     if (s.num_sms) c.sms = s.num_sms;
+    if (s.skew_us > 0) c.skew_us = s.skew_us;
+    if (s.cold) c.l2 = "cold";
     const Traffic t = traffic_of(p);
     const int64_t row = fp8 ? s.hidden + (s.hidden + 127) / 128 * 4 : s.hidden * 2;
     c.remote_bytes = t.remote_rows * row;
@@ -308,6 +277,8 @@ class Runner {
   bool one_gpu_ = false;
   cudaStream_t stream_ = nullptr;
   std::vector<DeviceArray> keep_;
+  static constexpr size_t kOtherBytes = size_t{128} << 20;
+  std::unique_ptr<DeviceArray> other_data_;
 };
 
 /// x as fp8 with a scale per 128, by the rule of the fused form.
@@ -323,81 +294,6 @@ void Runner::quantise(const std::vector<uint16_t>& x, const Shape& shape, std::v
       scales.push_back(scale);
     }
   }
-}
-
-/// The table of the GPU's numbers, and what is printed beside it.
-std::vector<Shape> shapes() {
-  std::vector<Shape> all;
-  const auto add = [&](Shape s, std::string label) {
-    s.name = std::move(label);
-    all.push_back(s);
-  };
-  Shape big;
-  add(big, "dispatch bf16 rank_major 4096");
-  Shape sms = big;
-  for (int n : {8, 16, 24, 132}) {
-    sms.num_sms = n;
-    add(sms, "dispatch bf16 rank_major 4096 on " + std::to_string(n) + " SMs");
-  }
-  Shape fresh = big;
-  fresh.result = ResultKind::fresh;
-  add(fresh, "dispatch bf16 rank_major 4096 fresh");
-  Shape expert = big;
-  expert.layout = Layout::expert_major;
-  expert.fp8_rows = true;
-  add(expert, "dispatch fp8 + scales expert_major 4096");
-  expert.fp8_rows = false;
-  expert.quantize = Quantize::fp8_e4m3;
-  add(expert, "dispatch bf16 -> fp8 expert_major 4096");
-  Shape back = big;
-  back.combine = true;
-  add(back, "combine bf16 rank_major 4096");
-  back.num_sms = 24;
-  add(back, "combine bf16 rank_major 4096 on 24 SMs");
-  back.num_sms = 0;
-  back.layout = Layout::expert_major;
-  add(back, "combine bf16 expert_major 4096");
-  for (int64_t tokens : {1, 8, 16, 32, 64, 128, 256, 512}) {
-    Shape small;
-    small.tokens = tokens;
-    small.mode = Mode::low_latency;
-    small.layout = Layout::expert_slab;
-    small.quantize = Quantize::fp8_e4m3;
-    add(small, "low_latency dispatch bf16 -> fp8 slab " + std::to_string(tokens));
-    Shape home = small;
-    home.combine = true;
-    home.quantize = Quantize::none;
-    add(home, "low_latency combine bf16 slab " + std::to_string(tokens));
-    Shape both = small;
-    both.combine = both.both = true;
-    add(both, "low_latency both, bf16 -> fp8 slab, bf16 " + std::to_string(tokens));
-    if (tokens != 128) continue;
-    small.graph_calls = home.graph_calls = both.graph_calls = 20;
-    add(small, "low_latency dispatch bf16 -> fp8 slab 128, graph");
-    add(home, "low_latency combine bf16 slab 128, graph");
-    add(both, "low_latency both 128, graph");
-  }
-  for (int64_t tokens : {1024, 2048, 8192}) {
-    Shape s;
-    s.tokens = tokens;
-    add(s, "dispatch bf16 rank_major " + std::to_string(tokens));
-    s.combine = true;
-    add(s, "combine bf16 rank_major " + std::to_string(tokens));
-  }
-  for (int64_t hidden : {2048, 2880, 4096}) {
-    Shape s;
-    s.hidden = hidden;
-    add(s, "dispatch bf16 rank_major 4096 x " + std::to_string(hidden));
-  }
-  Shape skewed;
-  skewed.routing = "zipf:1";
-  add(skewed, "dispatch bf16 rank_major 4096 zipf:1");
-  Shape graph;
-  graph.graph_calls = 10;
-  add(graph, "dispatch bf16 rank_major 4096, graph");
-  graph.combine = true;
-  add(graph, "combine bf16 rank_major 4096, graph");
-  return all;
 }
 
 int run(const Options& options, const std::string& command) {

@@ -28,7 +28,17 @@ struct Shape {
   int graph_calls = 0;  ///< calls in one captured graph; 0: eager
   std::string routing = "uniform";
   double skew_us = 0;  ///< rank 0 is late by so much
+  bool cold = false;   ///< before each call other data passes through L2
 };
+
+/// The table of the GPU's numbers, and what is printed beside it.
+std::vector<Shape> shapes();
+
+/// Copy engine, both ways at once, between the first two GPUs. GB/s per direction; 0 with one GPU.
+double link_GBps();
+
+/// A kernel of one thread that takes so long, before what is issued next on `stream`.
+void delay(double us, cudaStream_t stream);
 
 /// A value in [-1, 1) that depends on all its numbers.
 float hash_value(uint64_t seed, uint64_t row, uint64_t column);

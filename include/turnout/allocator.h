@@ -8,7 +8,8 @@ namespace turnout {
 inline namespace v0 {
 
 /// Memory for results that are not leases. The default keeps pages it has touched and hands them out again.
-/// REQUIRES: calls may come from any thread. allocate() throws std::bad_alloc or TransportError. Where the size of a result is known
+/// REQUIRES: calls may come from any thread. allocate() throws std::bad_alloc or TransportError, or
+/// returns null; callers see TransportError, with the bytes. Where the size of a result is known
 /// before anything is sent (combine, and dispatch with a capacity or a handle) that refuses the call on all ranks; later it
 /// aborts the Buffer on all ranks, the others raising PeerFailed with the reason.
 class TURNOUT_API Allocator {

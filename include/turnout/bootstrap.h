@@ -60,17 +60,18 @@ class TURNOUT_API Bootstrap {
   virtual std::unique_ptr<Bootstrap> sub_group(std::span<const int> members, std::string_view name) = 0;
 };
 
-/// Collective steps over a store that the caller supplies. `name` prefixes every key.
+/// Collective steps over a store that the caller supplies. `name` prefixes every key. A timeout of 0 is TURNOUT_BOOTSTRAP_TIMEOUT_MS (60 s).
 /// The store must outlive the result, hence shared ownership.
 TURNOUT_API std::unique_ptr<Bootstrap> store_bootstrap(std::shared_ptr<Store> store, int rank, int num_ranks, std::string name,
-                                                       std::chrono::milliseconds timeout = std::chrono::seconds(60));
+                                                       std::chrono::milliseconds timeout = {});
 
 /// A store in this process's memory, for ranks that are threads.
 TURNOUT_API std::shared_ptr<Store> thread_store();
 
 /// The store that rank 0 serves over TCP and all ranks reach with the job's secret (docs/launch.md). Collective.
-/// Throws: PeerTimeout with the missing ranks, TransportError (port, address, wrong secret), InvalidArgument (no secret beyond one host).
-TURNOUT_API std::shared_ptr<Store> tcp_store(const LaunchInfo& info, std::chrono::milliseconds timeout = std::chrono::seconds(60));
+/// `timeout` as in store_bootstrap. Throws: PeerTimeout with the missing ranks, TransportError (port, address, wrong secret), InvalidArgument (no
+/// secret beyond one host).
+TURNOUT_API std::shared_ptr<Store> tcp_store(const LaunchInfo& info, std::chrono::milliseconds timeout = {});
 
 }  // namespace v0
 }  // namespace turnout

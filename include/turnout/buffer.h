@@ -29,7 +29,7 @@ struct DispatchArgs {
   TensorView topk_idx{};           ///< [T, K] int32 or int64 dense; -1 = none; duplicates count twice. Not with `handle`.
   TensorView topk_weights{};       ///< [T, K] fp32 or bf16 dense; optional. Not with `handle` (its weights are used again).
   std::vector<TensorView> side{};  ///< any number of [T, w] arrays that travel with the rows (scales), last stride 1
-  const Handle* handle = nullptr;  ///< reuse this routing instead of topk_idx: no counting
+  const Handle* handle = nullptr;  ///< reuse this routing: no counting. Layout, capacity and alignment are its: left out, or the same
 
   Mode mode = Mode::automatic;
   Layout layout = Layout::rank_major;
@@ -71,8 +71,8 @@ class TURNOUT_API DispatchResult {
   DispatchResult(DispatchResult&&) noexcept;
   DispatchResult& operator=(DispatchResult&&) noexcept;
   ~DispatchResult();
-  /// Gives the rows back now; views of this result become undefined. Copies of them are refused by later calls until something
-  /// else lies there, or always pass if the memory was of a caller's Allocator, who alone knows what became of it. Idempotent.
+  /// Gives the rows back now; views of this result become undefined. Copies of x, x_scales and side are refused as any argument of later
+  /// calls until something else lies there, or always pass if the memory was of a caller's Allocator, who alone knows of it. Idempotent.
   void release();
 
  private:

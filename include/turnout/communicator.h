@@ -19,16 +19,17 @@ namespace internal {
 class CommunicatorImpl;
 }
 
-/// What a Communicator may be told; every field has a default from the environment (docs/env.md).
+/// What a Communicator may be told. What is left as it is comes from the environment (docs/env.md) where it names a variable.
 struct CommunicatorOptions {
   /// "auto", or the name of a transport: "inproc" (threads), "shm" (processes of one machine). An explicit name that
-  /// cannot be had is an error; "auto" takes the best that all ranks have and logs it once.
+  /// cannot be had is an error; "auto" is TURNOUT_TRANSPORT, and where that says nothing the best that all ranks have.
   std::string transport = "auto";
-  /// Node of every rank, e.g. {0,0,1}; empty: from the machine. Only the order of sums depends on it where all ranks
-  /// reach each other by load and store.
+  /// Node of every rank, e.g. {0,0,1}, the same on all ranks; empty: each rank's TURNOUT_NODE_ID, else one node. Only the order
+  /// of sums depends on it where all ranks reach each other by load and store.
   std::vector<int> node_of_rank{};
-  std::chrono::milliseconds timeout = std::chrono::seconds(60);  ///< of each bootstrap step
-  /// inproc only: non-zero delays and reorders puts and signals by this seed (tests; see docs/design/transport.md).
+  /// Of each bootstrap step; 0: TURNOUT_BOOTSTRAP_TIMEOUT_MS, which is 60 s unless set. From a bootstrap of the caller's: its own.
+  std::chrono::milliseconds timeout{0};
+  /// inproc only: non-zero delays and reorders puts and signals by this seed (tests; see docs/design/transport.md). No variable.
   uint64_t scheduler_seed = 0;
 };
 
@@ -71,7 +72,8 @@ class TURNOUT_API Communicator {
 };
 
 /// Runs `body` on `num_ranks` threads, each a virtual rank with its own Communicator, and returns when all are done.
-/// The first exception of the lowest rank that threw is rethrown.
+/// The first exception of the lowest rank that threw is rethrown. Throws: InvalidArgument, TransportError if the system has no more
+/// threads (then no body was run).
 TURNOUT_API void run_virtual_ranks(int num_ranks, const std::function<void(Communicator&)>& body, const CommunicatorOptions& options = {});
 
 /// "major.minor.patch" of the loaded library.

@@ -15,7 +15,7 @@ inline namespace v0 {
 inline constexpr int kMaxTopk = 64;
 
 /// Deadlines of a wait. A living peer that has not arrived at the call has `busy_timeout`; a silent one, or one that is
-/// inside the call and does not get on, has `timeout`. Each is 1 ms to a year.
+/// inside the call and does not get on, has `timeout`; so has one that waits on another lane (docs/design/api.md). Each is 1 ms to a year.
 struct Timeouts {
   std::chrono::milliseconds timeout{60'000};
   std::chrono::milliseconds busy_timeout{30 * 60'000};
@@ -37,9 +37,13 @@ struct TURNOUT_API BufferConfig {
   /// Logical number of each physical expert; empty: every expert is its own.
   std::vector<int> replica_of{};
 
-  int num_lanes = 1;         ///< independent sequences of calls
-  int max_outstanding = 2;   ///< calls of a lane that may be in flight at once, the one being waited for included
-  size_t receive_bytes = 0;  ///< receive region; 0: two results of a balanced routing at max_tokens_per_rank
+  int num_lanes = 1;        ///< independent sequences of calls
+  int max_outstanding = 2;  ///< calls of a lane that may be in flight at once, the one being waited for included
+  /// Receive region, where leases lie. 0, on a CPU: room for max_outstanding results (two at least), and for one more per further lane,
+  /// each of a balanced routing in expert_major without alignment at max_tokens_per_rank and max_topk: that many tokens times experts,
+  /// an eighth and four deviations of chance more. A slab takes local experts x capacity rows: give it here. 0, on a GPU: a
+  /// rank_major result, and what calls stage beside it.
+  size_t receive_bytes = 0;
   size_t staging_bytes = 0;  ///< staging per peer, lane and outstanding call; 0: chosen from row size and ranks
 
   /// Where tokens and results live: {cpu, 0}, or a GPU of this process. The kind is the same on all ranks; with a GPU every

@@ -1,10 +1,15 @@
 // Checks of dispatch() and combine(). Messages carry the numbers that clash.
 #include "api/arguments.h"
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <limits>
+#include <mutex>
 #include <string>
+#include <type_traits>
 
 #include "core/math.h"
 #include "engine/cpu/row_format.h"
@@ -27,12 +32,15 @@ constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
 
 /// Bytes of `n` elements, or the largest number: a width that wraps around must not look small.
 int64_t bytes_of(int64_t n, DType dtype) {
-  const auto size = static_cast<int64_t>(size_of(dtype));
-  return n > kMost / size ? kMost : n * size;
+  int64_t bytes = 0;
+  return __builtin_mul_overflow(n, static_cast<int64_t>(size_of(dtype)), &bytes) ? kMost : bytes;
 }
 
+/// Sizes of elements are powers of two.
+bool is_aligned(const TensorView& t) { return (reinterpret_cast<uintptr_t>(t.data) & (size_of(t.dtype) - 1)) == 0; }
+
 void check_aligned(const Name& what, const TensorView& t) {
-  if (reinterpret_cast<uintptr_t>(t.data) % size_of(t.dtype) != 0) {
+  if (!is_aligned(t)) {
     refuse(what + " is not aligned: its address is no multiple of " + str(static_cast<int64_t>(size_of(t.dtype))) + " bytes (" +
            std::string(name(t.dtype)) + ")");
   }
@@ -46,6 +54,7 @@ void check_extents(const Name& what, const TensorView& t) {
 }
 
 void check_dense(const Name& what, const TensorView& t) {
+  if (t.ndim == 2 && t.strides[1] == 1 && t.strides[0] == t.shape[1]) return;
   if (!t.is_dense() && t.num_elements() > 0) refuse(what + " is " + t.to_string() + ", but must be dense");
 }
 
@@ -65,8 +74,15 @@ void check_numbers(const Name& what, const TensorView& t, std::initializer_list<
   check_aligned(what, t);
 }
 
+/// What nearly every matrix is: to find out what is wrong with another one takes longer.
+bool is_good_matrix(const TensorView& t) {
+  return t.ndim == 2 && t.shape[0] > 0 && t.shape[1] > 0 && t.data && t.strides[1] == 1 && t.strides[0] >= 0 && is_aligned(t);
+}
+
 /// A matrix of rows: two dimensions, last stride 1, data unless there are no rows, aligned to its elements, on the CPU.
 void check_matrix(const Name& what, const TensorView& t, int ndim = 2) {
+  if (ndim == 2 && is_good_matrix(t)) [[likely]]
+    return;
   if (!t.defined()) refuse(what + " is missing");
   if (t.ndim != ndim) refuse(what + " is " + t.to_string() + ", but must have " + str(ndim) + " dimensions");
   check_extents(what, t);
@@ -99,8 +115,18 @@ void check_output(const Name& what, const TensorView& t, DType dtype, int64_t co
   if (t.shape[last - 1] > 1 && t.strides[last - 1] < cols) refuse(what + " is " + t.to_string() + ": its rows overlap");
 }
 
+/// Whether all ids are -1 or below `num_experts`.
+template <class Id>
+bool are_experts(const Id* ids, int64_t n, int num_experts) {
+  using Unsigned = std::make_unsigned_t<Id>;
+  bool good = true;
+  for (int64_t i = 0; i < n; ++i) good &= static_cast<Unsigned>(ids[i]) + 1 <= static_cast<Unsigned>(num_experts);
+  return good;
+}
+
 void check_ids(const TensorView& ids, int num_experts) {
   const int64_t n = ids.num_elements();
+  if (ids.dtype == DType::i64 ? are_experts(ids.as<const int64_t>(), n, num_experts) : are_experts(ids.as<const int32_t>(), n, num_experts)) return;
   for (int64_t i = 0; i < n; ++i) {
     const int64_t id = ids.dtype == DType::i64 ? ids.as<const int64_t>()[i] : ids.as<const int32_t>()[i];
     if (id >= -1 && id < num_experts) continue;
@@ -121,13 +147,17 @@ void check_row_width(const Name& what, const TensorView& t, const BufferConfig& 
 
 std::string text(Device device) { return device.kind == DeviceKind::cpu ? "the CPU" : std::string(name(device.kind)) + ":" + str(device.index); }
 
-void check_device(const BufferConfig& config, const Name& what, const TensorView& t) {
-  if (t.defined() && !(t.device == config.device)) refuse(what + " is on " + text(t.device) + ", but this Buffer is on " + text(config.device));
+[[noreturn, gnu::noinline]] void refuse_device(const BufferConfig& config, const Name& what, const TensorView& t) {
+  refuse(what + " is on " + text(t.device) + ", but this Buffer is on " + text(config.device));
+}
+
+inline void check_device(const BufferConfig& config, const Name& what, const TensorView& t) {
+  if (t.defined() && !(t.device == config.device)) refuse_device(config, what, t);
 }
 
 template <class Args>
 void check_common(const Name& call, const BufferConfig& config, const Args& args) {
-  if (const std::string problem = lane_problem(config, args.lane); !problem.empty()) refuse(call + ": " + problem);
+  if (!has_lane(config, args.lane)) refuse(call + ": " + lane_problem(config, args.lane));
   if (args.on_failure == OnFailure::mask) refuse(call + ": on_failure=mask is not in this version; use raise");
   // How many a GPU has its engine knows.
   if (args.num_sms < 0) refuse(call + ": num_sms is " + str(args.num_sms) + ", but must be 0 or more");
@@ -138,13 +168,46 @@ void check_common(const Name& call, const BufferConfig& config, const Args& args
 
 /// A view of memory that a result gave back is no argument.
 void check_alive(const engine::Context& context, const Name& what, const TensorView& t) {
-  if (t.defined() && t.data && context.is_released(t.data)) refuse(what + " is a view of a result that was released");
+  if (t.defined() && t.data && t.num_elements() > 0 && context.is_released(t.data)) refuse(what + " is a view of a result that was released");
+}
+
+/// What a handle fixes may be left at its default beside it, or be the same.
+void check_same_as_handle(const DispatchArgs& args, const internal::Routing& r) {
+  const auto differ = [](const char* what, const std::string& given, const std::string& has) {
+    refuse(std::string("dispatch: ") + what + " is " + given + ", but the handle was made with " + has + ", which it keeps: leave " + what + " out");
+  };
+  if (args.layout != Layout::rank_major && args.layout != r.layout) differ("layout", std::string(name(args.layout)), std::string(name(r.layout)));
+  if (args.capacity && *args.capacity != r.capacity) differ("capacity", str(*args.capacity), r.capacity < 0 ? "an exact size" : str(r.capacity));
+  if (args.expert_alignment != 1 && r.layout == Layout::expert_major && args.expert_alignment != r.alignment) {
+    differ("expert_alignment", str(args.expert_alignment), str(r.alignment));
+  }
 }
 
 const internal::Routing& check_handle(const Name& call, const engine::Context& context, const Handle* handle) {
   if (!handle || !*handle) refuse(call + ": handle is empty; give the handle of a dispatch of this Buffer");
   if (handle->routing()->buffer != context.serial) refuse(call + ": handle was made by another Buffer (or one that is closed)");
   return *handle->routing();
+}
+
+/// What the result of a capacity takes is known before anything is sent: what no memory holds is refused, with the numbers.
+/// In floating point, which does not wrap.
+void check_memory(const engine::Context& context, const DispatchArgs& args) {
+  if (context.config.device.kind != DeviceKind::cpu) return;  // a GPU's engine knows its memory
+  static const double memory = static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGESIZE));
+  double rows = static_cast<double>(*args.capacity);
+  if (args.layout == Layout::expert_slab) {
+    std::lock_guard lock(context.experts_mutex);
+    rows *= context.experts->num_local(context.rank);
+  }
+  double row = args.layout == Layout::rank_major ? static_cast<double>(args.topk_idx.shape[1]) * 8 : 4;  // ids and weights
+  if (!args.out.defined()) row += static_cast<double>(bytes_of(args.x.shape[1], args.x.dtype));
+  for (const TensorView& side : args.side) {
+    if (side.ndim == 2) row += static_cast<double>(bytes_of(side.shape[1], side.dtype));
+  }
+  if (rows * row <= memory) return;
+  refuse("dispatch: capacity is " + str(*args.capacity) + ", so the result has " + str(std::llround(rows)) + " rows of " + str(std::llround(row)) +
+         " bytes, " + str(std::llround(std::min(rows * row, 9e18))) + " in all, but this machine has " + str(std::llround(memory)) +
+         " bytes of memory: give a smaller one");
 }
 
 void check_routing_args(const engine::Context& context, const DispatchArgs& args) {
@@ -158,9 +221,11 @@ void check_routing_args(const engine::Context& context, const DispatchArgs& args
   if (topk < 1 || topk > config.max_topk)
     refuse("dispatch: topk_idx has " + str(topk) + " experts per token, but this Buffer takes 1 to " + str(config.max_topk) + " (max_topk)");
   check_dense("dispatch: topk_idx", args.topk_idx);
+  check_alive(context, "dispatch: topk_idx", args.topk_idx);
   if (config.device.kind == DeviceKind::cpu) check_ids(args.topk_idx, config.num_experts);  // a GPU's kernels look at theirs
   if (args.topk_weights.defined()) {
     check_matrix("dispatch: topk_weights", args.topk_weights);
+    check_alive(context, "dispatch: topk_weights", args.topk_weights);
     if (args.topk_weights.dtype != DType::fp32 && args.topk_weights.dtype != DType::bf16) {
       refuse("dispatch: topk_weights is " + args.topk_weights.to_string() + ", but must be fp32 or bf16");
     }
@@ -170,6 +235,7 @@ void check_routing_args(const engine::Context& context, const DispatchArgs& args
   if (args.capacity && *args.capacity < 0) refuse("dispatch: capacity is " + str(*args.capacity) + ", but must be 0 or more");
   if (args.capacity && *args.capacity > INT32_MAX) refuse("dispatch: capacity is " + str(*args.capacity) + ", but must be below 2^31");
   if (args.layout == Layout::expert_slab && !args.capacity) refuse("dispatch: layout expert_slab needs a capacity (rows per local expert)");
+  if (args.capacity) check_memory(context, args);
   if (args.expert_alignment < 1 || args.expert_alignment > (1 << 20)) {
     refuse("dispatch: expert_alignment is " + str(args.expert_alignment) + ", but must be 1 to 1048576");
   }
@@ -178,7 +244,6 @@ void check_routing_args(const engine::Context& context, const DispatchArgs& args
 }  // namespace
 
 std::string lane_problem(const BufferConfig& config, int lane) {
-  if (lane >= 0 && lane < config.num_lanes) return {};
   return "lane is " + str(lane) + ", but this Buffer has lanes 0 to " + str(config.num_lanes - 1);
 }
 
@@ -208,6 +273,7 @@ void check_dispatch(const engine::Context& context, const DispatchArgs& args) {
     if (args.topk_idx.defined() || args.topk_weights.defined())
       refuse("dispatch: topk_idx and topk_weights are in the handle already; leave them out");
     if (tokens != r.num_tokens) refuse("dispatch: x has " + str(tokens) + " tokens but the handle has " + str(r.num_tokens));
+    check_same_as_handle(args, r);
   } else {
     check_routing_args(context, args);
   }
@@ -274,8 +340,12 @@ void check_combine(const engine::Context& context, const CombineArgs& args) {
   if ((args.apply == CombineWeights::rows) != args.weights.defined()) {
     refuse(args.weights.defined() ? "combine: weights are given but not applied; set apply=rows" : "combine: apply=rows, but weights are missing");
   }
-  if (args.weights.defined()) check_numbers("combine: weights", args.weights, {DType::fp32, DType::bf16}, need);
+  if (args.weights.defined()) {
+    check_numbers("combine: weights", args.weights, {DType::fp32, DType::bf16}, need);
+    if (need > 0) check_alive(context, "combine: weights", args.weights);
+  }
   if (args.side.defined()) {
+    if (need > 0) check_alive(context, "combine: side", args.side);
     check_numbers("combine: side", args.side, {DType::fp32}, r.layout == Layout::rank_major ? r.num_recv() * r.num_topk : need);
   }
   if (args.out.defined()) {

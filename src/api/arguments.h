@@ -13,7 +13,8 @@ namespace turnout::api {
 void check_dispatch(const engine::Context& context, const DispatchArgs& args);
 void check_combine(const engine::Context& context, const CombineArgs& args);
 
-/// Empty, or what is wrong with `lane`.
+inline bool has_lane(const BufferConfig& config, int lane) { return lane >= 0 && lane < config.num_lanes; }
+/// What is wrong with a lane that is not there.
 std::string lane_problem(const BufferConfig& config, int lane);
 
 /// The facts of a call that must be the same on all ranks. Take arguments as they come: they may be wrong.

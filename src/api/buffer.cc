@@ -20,7 +20,7 @@ PendingDispatch Buffer::dispatch_async(const DispatchArgs& args) {
 }
 
 DispatchResult Buffer::dispatch(const DispatchArgs& args) {
-  internal::PendingImpl pending(impl_, args.lane);
+  internal::PendingImpl pending(impl_.get(), args.lane);
   impl_->start(args, &pending);
   pending.waited = true;
   return impl_->finish_dispatch(pending);
@@ -29,7 +29,7 @@ DispatchResult Buffer::dispatch(const DispatchArgs& args) {
 PendingCombine Buffer::combine_async(const CombineArgs& args) { return PendingCombine(impl_->start(args)); }
 
 CombineResult Buffer::combine(const CombineArgs& args) {
-  internal::PendingImpl pending(impl_, args.lane);
+  internal::PendingImpl pending(impl_.get(), args.lane);
   impl_->start(args, &pending);
   pending.waited = true;
   return impl_->finish_combine(pending);

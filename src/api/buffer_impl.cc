@@ -2,7 +2,9 @@
 #include "api/buffer_impl.h"
 
 #include <cstring>
+#include <new>
 #include <string>
+#include <system_error>
 
 #include "api/arguments.h"
 #include "api/layout.h"
@@ -11,6 +13,7 @@
 #include "engine/cpu/send_list.h"
 #include "transport/idler.h"
 #include "util/env.h"
+#include "util/log.h"
 
 namespace turnout {
 inline namespace v0 {
@@ -20,6 +23,7 @@ using engine::Lane;
 
 BufferImpl::BufferImpl(std::shared_ptr<CommunicatorImpl> communicator, const BufferConfig& config, Allocator* allocator)
     : communicator_(std::move(communicator)) {
+  if (!communicator_) throw InvalidArgument("Buffer: the Communicator was moved from");
   transport::Transport& transport = *communicator_->transport;
   std::string refusal;
   try {
@@ -109,11 +113,9 @@ void BufferImpl::require_open(const char* call) const {
   if (context_->closed.load(std::memory_order_acquire)) throw InvalidArgument(std::string(call) + ": this Buffer is closed");
 }
 
-/// Tells all ranks that this one does not make the call, which consumes its epoch, and rethrows the reason.
-/// REQUIRES: an exception is being handled.
+/// Tells all ranks that this one does not make the call, which consumes its epoch, and throws the reason.
 template <class Args>
-void BufferImpl::refuse(const Args& args, Lane& lane) {
-  const std::exception_ptr why = std::current_exception();
+void BufferImpl::refuse(const Args& args, Lane& lane, const std::exception_ptr& why) {
   const uint64_t epoch = lane.take_epoch();
   auto call = std::make_shared<engine::RefusedCall>(context_, lane.index(), epoch, lane.first_epoch(), api::facts_of(*context_, args),
                                                     lane.closing_call(epoch - static_cast<uint64_t>(context_->layout.depth)));
@@ -131,6 +133,8 @@ void check_outstanding(const BufferConfig& config, const Lane& lane, const char*
                         " calls in flight, at most " + std::to_string(config.max_outstanding) + " (max_outstanding); wait for one first");
 }
 
+const DispatchArgs& lasting(const DispatchArgs& args, PendingImpl& pending) { return pending.dispatch_args.emplace(args); }
+const CombineArgs& lasting(const CombineArgs& args, PendingImpl& pending) { return pending.combine_args.emplace(args); }
 const char* name_of(const DispatchArgs&) { return "dispatch"; }
 const char* name_of(const CombineArgs&) { return "combine"; }
 
@@ -145,14 +149,20 @@ void BufferImpl::stop_for_lane(const char* call, int lane) {
   context_->stop({engine::Abort::Kind::invalid_argument, std::string(call) + ": " + api::lane_problem(context_->config, lane), record});
 }
 
+std::shared_ptr<PendingImpl> BufferImpl::new_pending(int lane) {
+  auto pending = std::make_shared<PendingImpl>(this, lane);
+  pending->keeper = shared_from_this();
+  return pending;
+}
+
 template <class Args>
 std::shared_ptr<PendingImpl> BufferImpl::start(const Args& args, PendingImpl* pending) {
   const char* name = name_of(args);
   require_open(name);
   // With a single lane, a lane that is not there can stand for no other.
-  const bool is_there = api::lane_problem(context_->config, args.lane).empty();
+  const bool is_there = api::has_lane(context_->config, args.lane);
   Lane& lane = this->lane(is_there ? args.lane : 0);
-  std::lock_guard lock(lane.mutex);
+  std::unique_lock lock(lane.mutex);
   context_->check_abort();
   if (!is_there && lanes_.size() > 1) stop_for_lane(name, args.lane);
   if (device_) return start_on_device(args, lane.index(), pending);
@@ -160,13 +170,16 @@ std::shared_ptr<PendingImpl> BufferImpl::start(const Args& args, PendingImpl* pe
   engine::Call* call = nullptr;
   try {
     check_outstanding(context_->config, lane, name);
-    if (!pending) pending = (made = std::make_shared<PendingImpl>(shared_from_this(), lane.index())).get();
-    call = make_call(args, lane, *pending);
+    if (!pending) pending = (made = new_pending(lane.index())).get();
+    call = make_call(made ? lasting(args, *made) : args, lane, *pending);
+  } catch (const std::bad_alloc&) {
+    refuse(args, lane, std::make_exception_ptr(TransportError(std::string(name) + ": the process has no memory left for the tables of this call")));
   } catch (...) {
-    refuse(args, lane);
+    refuse(args, lane, std::current_exception());
   }
   lane.take_epoch();
   lane.drive(*call, Lane::Until::sent);
+  if (!made) pending->lock = std::move(lock);
   pending->waited = false;  // until here a call that fails leaves nothing to drop, and the lane is locked
   return made;
 }
@@ -212,7 +225,7 @@ engine::Call* BufferImpl::make_call(const CombineArgs& args, Lane& lane, Pending
 
 void BufferImpl::receive_meanwhile(const std::shared_ptr<PendingImpl>& pending) {
   PendingImpl* p = pending.get();  // stop_resident() joins before the pending call dies
-  p->resident = std::thread([this, p] {
+  const auto receive = [this, p] {
     transport::Window& window = *context_->window;
     transport::Idler idler(window, context_->transport->spin());
     while (!p->stop.load(std::memory_order_acquire) && context_->status.load(std::memory_order_acquire) == 0) {
@@ -230,7 +243,13 @@ void BufferImpl::receive_meanwhile(const std::shared_ptr<PendingImpl>& pending) 
         // Leaves the lane to others in between.
       }
     }
-  });
+  };
+  try {
+    p->resident = std::thread(receive);
+  } catch (const std::system_error& e) {
+    util::log_once(util::LogLevel::warn,
+                   "receive = resident: the system has no thread left (" + e.code().message() + "): rows are received in wait()");
+  }
 }
 
 void BufferImpl::set_expert_to_rank(const std::vector<int>& expert_to_rank) {
@@ -248,7 +267,7 @@ void BufferImpl::set_expert_to_rank(const std::vector<int>& expert_to_rank) {
 void BufferImpl::check() {
   require_open("check");
   context_->check_abort();
-  if (device_) device_->raise_failure();
+  if (device_) device_->check_failure();
 }
 
 void BufferImpl::synchronize() {
@@ -269,16 +288,18 @@ void BufferImpl::recover() {
   // Everybody has left their calls once all have arrived here; then nobody writes into anybody's arena any more.
   std::vector<uint64_t> mine;
   for (auto& l : lanes_) mine.push_back(l->next_epoch());
+  // Handles are told apart by the number of their call, which must be the same on all ranks again.
+  for (int64_t calls : device_calls_) mine.push_back(static_cast<uint64_t>(calls));
   const auto all = communicator_->bootstrap->all_gather("recover", std::as_bytes(std::span(mine)));
-  for (size_t l = 0; l < lanes_.size(); ++l) {
-    uint64_t latest = 0;
-    for (const auto& bytes : all) {
-      uint64_t epoch = 0;
-      if (bytes.size() == mine.size() * sizeof epoch) std::memcpy(&epoch, bytes.data() + l * sizeof epoch, sizeof epoch);
-      latest = std::max(latest, epoch);
+  for (const auto& bytes : all) {
+    for (size_t i = 0; i < mine.size() && bytes.size() == mine.size() * sizeof(uint64_t); ++i) {
+      uint64_t theirs = 0;
+      std::memcpy(&theirs, bytes.data() + i * sizeof theirs, sizeof theirs);
+      mine[i] = std::max(mine[i], theirs);
     }
-    lanes_[l]->restart(latest);
   }
+  for (size_t l = 0; l < lanes_.size(); ++l) lanes_[l]->restart(mine[l]);
+  for (size_t l = 0; l < device_calls_.size(); ++l) device_calls_[l] = static_cast<int64_t>(mine[lanes_.size() + l]);
   context_->forget_abort();
   if (device_) device_->recover();
   communicator_->bootstrap->barrier("recovered");

@@ -1,7 +1,10 @@
 // The body of Buffer: lanes over one engine context, and what pending calls and results keep.
 #pragma once
 #include <atomic>
+#include <exception>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -32,22 +35,24 @@ class BufferImpl;
 
 class PendingImpl {
  public:
-  PendingImpl(std::shared_ptr<BufferImpl> buffer_, int lane_) : buffer(std::move(buffer_)), lane(lane_) {}
+  PendingImpl(BufferImpl* buffer_, int lane_) : buffer(buffer_), lane(lane_) {}
   PendingImpl(const PendingImpl&) = delete;
   PendingImpl& operator=(const PendingImpl&) = delete;
   ~PendingImpl();
   void stop_resident();
 
-  std::shared_ptr<BufferImpl> buffer;
-  int lane;
+  BufferImpl* const buffer;
+  std::shared_ptr<BufferImpl> keeper;  ///< the same, where the call may outlive whoever made it
+  const int lane;
   std::shared_ptr<engine::DispatchCall> dispatch;
   std::shared_ptr<engine::CombineCall> combine;
   std::unique_ptr<engine::DevicePending> device;
-  DispatchArgs dispatch_args{};  ///< with `device`: of the call
-  CombineArgs combine_args{};
+  std::optional<DispatchArgs> dispatch_args;  ///< of a call that outlives the caller's, and with `device`
+  std::optional<CombineArgs> combine_args;
   std::shared_ptr<const Routing> routing;
-  std::shared_ptr<Routing> fresh;  ///< the same, if this call makes it
-  bool waited = true;              ///< nobody has to wait for it: not issued yet, failed, or waited for
+  std::shared_ptr<Routing> fresh;     ///< the same, if this call makes it
+  std::unique_lock<std::mutex> lock;  ///< of the lane, held from the issue to the end of a call that nothing comes between
+  bool waited = true;                 ///< nobody has to wait for it: not issued yet, failed, or waited for
   std::atomic<bool> stop{false};
   std::thread resident;  ///< receives meanwhile, if asked
 };
@@ -84,10 +89,11 @@ class BufferImpl : public std::enable_shared_from_this<BufferImpl> {
   engine::Lane& lane(int index) { return *lanes_[static_cast<size_t>(index)]; }
 
  private:
+  std::shared_ptr<PendingImpl> new_pending(int lane);
   engine::Call* make_call(const DispatchArgs& args, engine::Lane& lane, PendingImpl& pending);
   engine::Call* make_call(const CombineArgs& args, engine::Lane& lane, PendingImpl& pending);
   template <class Args>
-  [[noreturn]] void refuse(const Args& args, engine::Lane& lane);
+  [[noreturn]] void refuse(const Args& args, engine::Lane& lane, const std::exception_ptr& why);
   [[noreturn]] void stop_for_lane(const char* call, int lane);
   void agree(const BufferConfig& config);
 

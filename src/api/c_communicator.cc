@@ -49,7 +49,7 @@ CommunicatorOptions to_options(const turnout_communicator_options* given) {
   if (c.num_nodes_given > 0 && !c.node_of_rank)
     throw InvalidArgument("options: node_of_rank is null, but num_nodes_given is " + std::to_string(c.num_nodes_given));
   if (c.node_of_rank) options.node_of_rank.assign(c.node_of_rank, c.node_of_rank + c.num_nodes_given);
-  if (c.timeout_ms < 0) throw InvalidArgument("options: timeout_ms is " + std::to_string(c.timeout_ms) + ", but must be 0 (60 s) or more");
+  if (c.timeout_ms < 0) throw InvalidArgument("options: timeout_ms is " + std::to_string(c.timeout_ms) + ", but must be 0 (the default) or more");
   if (c.timeout_ms > 0) options.timeout = std::chrono::milliseconds(c.timeout_ms);
   options.scheduler_seed = c.scheduler_seed;
   return options;

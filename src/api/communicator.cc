@@ -1,8 +1,12 @@
 // Communicator: bootstrap, transport and topology of a group.
 #include "turnout/communicator.h"
 
+#include <algorithm>
+#include <condition_variable>
 #include <cstring>
 #include <exception>
+#include <mutex>
+#include <system_error>
 #include <thread>
 
 #include "api/communicator_impl.h"
@@ -14,26 +18,73 @@ inline namespace v0 {
 
 namespace {
 
-/// Ranks that reach each other by load and store are one node, unless the caller or TURNOUT_NODE_ID says otherwise.
-core::Topology topology_of(const CommunicatorOptions& options, Bootstrap& bootstrap) {
-  const int num_ranks = bootstrap.num_ranks();
-  if (!options.node_of_rank.empty() && static_cast<int>(options.node_of_rank.size()) != num_ranks) {
-    throw InvalidArgument("CommunicatorOptions: node_of_rank has " + std::to_string(options.node_of_rank.size()) + " entries for " +
-                          std::to_string(num_ranks) + " ranks");
-  }
-  const auto me = static_cast<size_t>(bootstrap.rank());
-  const int mine = options.node_of_rank.empty() ? util::env().node_id.value_or(0) : options.node_of_rank[me];
-  std::vector<int> labels;
-  for (const auto& bytes : bootstrap.all_gather("nodes", std::as_bytes(std::span(&mine, 1)))) {
-    int label = 0;
-    if (bytes.size() == sizeof label) std::memcpy(&label, bytes.data(), sizeof label);
-    labels.push_back(label);
-  }
-  if (!options.node_of_rank.empty() && labels != options.node_of_rank) {
-    throw InvalidArgument("CommunicatorOptions: ranks disagree about node_of_rank");
-  }
-  return core::Topology::of(labels);
+std::string text_of(const std::vector<int>& nodes) {
+  if (nodes.empty()) return "nothing";
+  std::string text;
+  for (const int node : nodes) text += (text.empty() ? "{" : ", ") + std::to_string(node);
+  return text + "}";
 }
+
+/// Ranks that reach each other by load and store are one node, unless the caller or TURNOUT_NODE_ID says otherwise. Every rank
+/// looks at what every rank was given, so that all raise if one has to.
+core::Topology topology_of(const CommunicatorOptions& options, Bootstrap& bootstrap) {
+  const auto num_ranks = static_cast<size_t>(bootstrap.num_ranks());
+  std::vector<int> mine = {util::env().node_id.value_or(0)};  // then what the caller gave
+  mine.insert(mine.end(), options.node_of_rank.begin(), options.node_of_rank.end());
+  std::vector<int> labels;
+  std::vector<std::vector<int>> given;
+  for (const auto& bytes : bootstrap.all_gather("nodes", std::as_bytes(std::span(mine)))) {
+    std::vector<int> theirs(std::max(bytes.size() / sizeof(int), size_t{1}));
+    if (!bytes.empty()) std::memcpy(theirs.data(), bytes.data(), bytes.size() / sizeof(int) * sizeof(int));
+    labels.push_back(theirs[0]);
+    given.emplace_back(theirs.begin() + 1, theirs.end());
+  }
+  for (size_t rank = 0; rank < given.size(); ++rank) {
+    if (given[rank].empty() || given[rank].size() == num_ranks) continue;
+    throw InvalidArgument("CommunicatorOptions: node_of_rank of rank " + std::to_string(rank) + " has " + std::to_string(given[rank].size()) +
+                          " entries for " + std::to_string(num_ranks) + " ranks");
+  }
+  for (size_t rank = 1; rank < given.size(); ++rank) {
+    if (given[rank] == given[0]) continue;
+    throw InvalidArgument("CommunicatorOptions: ranks disagree about node_of_rank: rank 0 was given " + text_of(given[0]) + ", rank " +
+                          std::to_string(rank) + " " + text_of(given[rank]) + "; give all the same");
+  }
+  return core::Topology::of(options.node_of_rank.empty() ? labels : options.node_of_rank);
+}
+
+/// Variables that nobody knows are told once per job: by its rank 0, or by the rank 0 of a job without a launcher.
+void report_environment(const Bootstrap& bootstrap) {
+  if (bootstrap.rank() != 0) return;
+  try {
+    if (launch_info_from_env().rank != 0) return;
+  } catch (const InvalidArgument&) {
+    // What a launcher says matters to from_env() only.
+  }
+  util::report_unknown_variables();
+}
+
+/// Threads that wait until all of them are there; if one cannot be had, none of them runs.
+class Gate {
+ public:
+  /// True if the threads shall run.
+  bool wait() {
+    std::unique_lock lock(mutex_);
+    opened_.wait(lock, [&] { return state_ != State::shut; });
+    return state_ == State::open;
+  }
+  void open(bool run) {
+    {
+      std::lock_guard lock(mutex_);
+      state_ = run ? State::open : State::given_up;
+    }
+    opened_.notify_all();
+  }
+
+ private:
+  enum class State { shut, open, given_up } state_ = State::shut;
+  std::mutex mutex_;
+  std::condition_variable opened_;
+};
 
 }  // namespace
 
@@ -43,6 +94,8 @@ Communicator& Communicator::operator=(Communicator&&) noexcept = default;
 Communicator::~Communicator() = default;
 
 Communicator Communicator::from_bootstrap(std::unique_ptr<Bootstrap> bootstrap, const CommunicatorOptions& options) {
+  if (!bootstrap) throw InvalidArgument("Communicator: bootstrap is null");
+  report_environment(*bootstrap);
   auto impl = std::make_shared<internal::CommunicatorImpl>();
   impl->options = options;
   impl->topology = topology_of(options, *bootstrap);
@@ -96,20 +149,35 @@ Communicator Communicator::sub_group(std::span<const int> members, std::string_v
 
 void run_virtual_ranks(int num_ranks, const std::function<void(Communicator&)>& body, const CommunicatorOptions& options) {
   if (num_ranks < 1) throw InvalidArgument("run_virtual_ranks: num_ranks is " + std::to_string(num_ranks) + ", but must be 1 or more");
+  if (!body) throw InvalidArgument("run_virtual_ranks: body is empty");
   auto store = thread_store();
+  Gate gate;
+  std::string trouble;
   std::vector<std::exception_ptr> failures(static_cast<size_t>(num_ranks));
   std::vector<std::thread> threads;
-  for (int rank = 0; rank < num_ranks; ++rank) {
-    threads.emplace_back([&, rank] {
+  threads.reserve(static_cast<size_t>(num_ranks));
+  for (int rank = 0; rank < num_ranks && trouble.empty(); ++rank) {
+    const auto run = [&, rank] {
+      if (!gate.wait()) return;
       try {
         Communicator communicator = Communicator::from_store(store, rank, num_ranks, "virtual", options);
         body(communicator);
       } catch (...) {
         failures[static_cast<size_t>(rank)] = std::current_exception();
       }
-    });
+    };
+    try {
+      threads.emplace_back(run);
+    } catch (const std::system_error& e) {
+      trouble = e.code().message();
+    }
   }
+  gate.open(trouble.empty());
   for (auto& thread : threads) thread.join();
+  if (!trouble.empty()) {
+    throw TransportError("run_virtual_ranks: the system gave " + std::to_string(threads.size()) + " of " + std::to_string(num_ranks) + " threads (" +
+                         trouble + "); use fewer ranks, or raise the limits of threads and memory (ulimit -u, ulimit -v)");
+  }
   for (auto& failure : failures) {
     if (failure) std::rethrow_exception(failure);
   }

@@ -84,13 +84,14 @@ namespace api {
 
 namespace {
 
-/// Rows that a rank receives from balanced routing: each of the k experts of a token lies on any rank alike.
+/// Rows that a rank receives from balanced routing in the largest layout, which has one for each expert of a token; with some to
+/// spare, since experts are chosen by chance. Never more than all experts of all tokens.
 int64_t expected_rows(const BufferConfig& config, int num_ranks) {
-  const double miss = std::pow(1.0 - 1.0 / num_ranks, std::min(config.max_topk, config.num_experts));
-  return static_cast<int64_t>(std::ceil(static_cast<double>(config.max_tokens_per_rank) * num_ranks * (1.0 - miss)));
+  const double rows = static_cast<double>(config.max_tokens_per_rank) * config.max_topk;
+  return static_cast<int64_t>(std::ceil(std::min(rows * num_ranks, rows * 9 / 8 + 4 * std::sqrt(rows))));
 }
 
-/// Two results of balanced routing and an eighth to spare, or of the most that a rank can receive if that is less.
+/// Results that may be held at once: of the calls under way, and one of each further lane.
 size_t default_receive_bytes(const BufferConfig& config, int num_ranks) {
   engine::RowFormat format;
   format.x_bytes = static_cast<size_t>(config.hidden) * size_of(config.dtype);
@@ -98,9 +99,8 @@ size_t default_receive_bytes(const BufferConfig& config, int num_ranks) {
   if (config.max_side_bytes > 0) format.side_bytes.push_back(config.max_side_bytes);
   format.idx_bytes = format.weight_bytes = static_cast<size_t>(config.max_topk) * 4;
   format.derive();
-  const int64_t most = config.max_tokens_per_rank * num_ranks;
-  const int64_t rows = std::min(most, expected_rows(config, num_ranks) * 9 / 8);
-  return 2 * (format.block(rows, true).num_bytes + 4096);
+  const auto results = static_cast<size_t>(std::max(2, config.max_outstanding) + config.num_lanes - 1);
+  return results * (format.block(expected_rows(config, num_ranks), true).num_bytes + 4096);
 }
 
 /// In floating point, which does not wrap: what no address space holds is refused before it is laid out.

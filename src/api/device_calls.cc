@@ -1,5 +1,6 @@
 // Calls of a Buffer on a device: checked here as far as the host can see, issued by the engine of the device, wrapped as results.
 #include <string>
+#include <type_traits>
 
 #include "api/arguments.h"
 #include "api/buffer_impl.h"
@@ -40,7 +41,8 @@ std::shared_ptr<Routing> shape_of(const DispatchArgs& args, uint64_t buffer, int
 }
 
 void check_alive(const engine::DeviceEngine& device, std::string_view what, const TensorView& t) {
-  if (t.defined() && t.data && device.is_released(t.data)) throw InvalidArgument(std::string(what) + " is a view of a result that was released");
+  if (t.defined() && t.data && t.num_elements() > 0 && device.is_released(t.data))
+    throw InvalidArgument(std::string(what) + " is a view of a result that was released");
 }
 
 /// The arrays of a result with a row per token or per (token, expert).
@@ -77,17 +79,19 @@ template <class Args, class Issue>
 std::shared_ptr<PendingImpl> BufferImpl::issue(const Args& args, int lane, PendingImpl* pending, Issue issue_call) {
   std::shared_ptr<PendingImpl> made;
   if (!pending) {
-    made = std::make_shared<PendingImpl>(shared_from_this(), lane);
+    made = new_pending(lane);
     pending = made.get();
   }
   ++device_calls_[static_cast<size_t>(lane)];
+  const std::string call = std::is_same_v<Args, DispatchArgs> ? "dispatch: " : "combine: ";
   try {
     if (device_->num_outstanding(lane) >= context_->config.max_outstanding) {
-      throw InvalidArgument("lane " + std::to_string(lane) + " has " + std::to_string(device_->num_outstanding(lane)) + " calls in flight, at most " +
-                            std::to_string(context_->config.max_outstanding) + " (max_outstanding); wait for one first");
+      throw InvalidArgument(call + "lane " + std::to_string(lane) + " has " + std::to_string(device_->num_outstanding(lane)) +
+                            " calls in flight, at most " + std::to_string(context_->config.max_outstanding) +
+                            " (max_outstanding); wait for one first");
     }
     if (args.num_sms < 0 || args.num_sms > device_->num_sms()) {
-      throw InvalidArgument("num_sms is " + std::to_string(args.num_sms) + ", but this GPU has " + std::to_string(device_->num_sms()) +
+      throw InvalidArgument(call + "num_sms is " + std::to_string(args.num_sms) + ", but this GPU has " + std::to_string(device_->num_sms()) +
                             " multiprocessors; give 1 to " + std::to_string(device_->num_sms()) + ", or 0 for the default");
     }
     issue_call(*pending);
@@ -113,6 +117,8 @@ std::shared_ptr<PendingImpl> BufferImpl::start_on_device(const DispatchArgs& arg
   return issue(args, lane, pending, [&](PendingImpl& call) {
     api::check_dispatch(*context_, args);
     check_alive(*device_, "dispatch: x", args.x);
+    check_alive(*device_, "dispatch: topk_idx", args.topk_idx);
+    check_alive(*device_, "dispatch: topk_weights", args.topk_weights);
     for (size_t s = 0; s < args.side.size(); ++s) check_alive(*device_, "dispatch: side[" + std::to_string(s) + "]", args.side[s]);
     check_alive(*device_, "dispatch: out", args.out);
     std::shared_ptr<const engine::DeviceRouting> cached;
@@ -138,7 +144,9 @@ std::shared_ptr<PendingImpl> BufferImpl::start_on_device(const CombineArgs& args
   const bool receive_now = pending != nullptr;
   return issue(args, lane, pending, [&](PendingImpl& call) {
     api::check_combine(*context_, args);
-    if (args.y.num_elements() > 0) check_alive(*device_, "combine: y", args.y);
+    check_alive(*device_, "combine: y", args.y);
+    check_alive(*device_, "combine: weights", args.weights);
+    check_alive(*device_, "combine: side", args.side);
     check_alive(*device_, "combine: out", args.out);
     call.routing = args.handle->routing();
     call.combine_args = args;
@@ -162,13 +170,14 @@ void BufferImpl::resume() {
 
 DispatchResult BufferImpl::finish_dispatch_on_device(PendingImpl& pending) {
   const engine::DeviceDispatch d = pending.device->finish_dispatch();
-  const DispatchArgs& args = pending.dispatch_args;
+  const DispatchArgs& args = *pending.dispatch_args;
   const Routing& r = *pending.routing;
   const Device device = context_->config.device;
   if (Routing* fresh = pending.fresh.get()) {
     fresh->device = d.routing;
     fresh->num_rows = r.layout == Layout::expert_slab || d.num_rows < 0 ? d.array_rows : d.num_rows;
-    fresh->recv_begin = {0, d.array_rows};
+    fresh->recv_begin.assign(2, 0);
+    fresh->recv_begin[1] = d.array_rows;
   }
   const Rows shape{r.layout, d.array_rows, r.num_local_experts(), r.capacity, device};
   DispatchResult result;
@@ -206,7 +215,7 @@ DispatchResult BufferImpl::finish_dispatch_on_device(PendingImpl& pending) {
 
 CombineResult BufferImpl::finish_combine_on_device(PendingImpl& pending) {
   const engine::DeviceCombine d = pending.device->finish_combine();
-  const CombineArgs& args = pending.combine_args;
+  const CombineArgs& args = *pending.combine_args;
   const Routing& r = *pending.routing;
   const Device device = context_->config.device;
   const int64_t hidden = args.y.shape[static_cast<size_t>(args.y.ndim - 1)];

@@ -46,26 +46,26 @@ void set_matrix(TensorView& view, const void* data, DType dtype, int64_t rows, i
   view.data = const_cast<void*>(data);
   view.dtype = dtype;
   view.ndim = 2;
-  view.shape = {rows, cols, 0};
-  view.strides = {cols, 1, 0};
+  view.shape[0] = rows;
+  view.shape[1] = view.strides[0] = cols;
+  view.strides[1] = 1;
 }
 
 /// The row arrays: matrices, or slabs of [local experts, capacity, width].
-struct Shape {
-  const Routing& r;
-  TensorView array(std::byte* data, DType dtype, int64_t width, int64_t stride_bytes) const {
-    const int64_t stride = stride_bytes / static_cast<int64_t>(size_of(dtype));
-    if (r.layout != Layout::expert_slab) return TensorView::matrix(data, dtype, r.result_rows(), width, stride);
-    TensorView view = TensorView::dense(data, dtype, {r.num_local_experts(), r.capacity, width});
-    view.strides = {stride * r.capacity, stride, 1};
-    return view;
-  }
-};
+void set_rows(TensorView& view, const Routing& r, std::byte* data, DType dtype, int64_t width, int64_t stride_bytes) {
+  const int64_t stride = stride_bytes / static_cast<int64_t>(size_of(dtype));
+  set_matrix(view, data, dtype, r.result_rows(), width);
+  view.strides[0] = stride;
+  if (r.layout != Layout::expert_slab) return;
+  view.ndim = 3;
+  view.shape = {r.num_local_experts(), r.capacity, width};
+  view.strides = {stride * r.capacity, stride, 1};
+}
 
 /// Drives a call to its end and takes what it brought.
 template <class AnyCall>
-auto outcome_of(engine::Lane& lane, AnyCall& call) {
-  std::lock_guard lock(lane.mutex);
+auto outcome_of(engine::Lane& lane, AnyCall& call, std::unique_lock<std::mutex> lock) {
+  if (!lock.owns_lock()) lock = std::unique_lock(lane.mutex);
   lane.drive(call, engine::Lane::Until::done);
   lane.remove(&call);
   return call.take();
@@ -76,7 +76,7 @@ auto outcome_of(engine::Lane& lane, AnyCall& call) {
 DispatchResult BufferImpl::finish_dispatch(PendingImpl& pending) {
   if (pending.device) return finish_dispatch_on_device(pending);
   engine::DispatchCall* const call = pending.dispatch.get();
-  engine::DispatchOutcome outcome = outcome_of(lane(pending.lane), *call);
+  engine::DispatchOutcome outcome = outcome_of(lane(pending.lane), *call, std::move(pending.lock));
   const DispatchArgs& args = call->args();
   const Routing& r = *outcome.routing;
   auto memory = std::make_shared<Memory>();
@@ -87,20 +87,19 @@ DispatchResult BufferImpl::finish_dispatch(PendingImpl& pending) {
   memory->arrived.append(call->arrived(), static_cast<size_t>(context_->num_ranks));
 
   DispatchResult result;
-  const Shape shape{r};
   const bool quantised = args.quantize != Quantize::none;
   std::byte* base = memory->rows ? memory->rows->data() : nullptr;
   const auto at = [&](size_t offset) { return base ? base + offset : nullptr; };
-  result.x = shape.array(outcome.x, quantised ? DType::fp8_e4m3 : args.x.dtype, args.x.shape[1], outcome.x_stride);
+  set_rows(result.x, r, outcome.x, quantised ? DType::fp8_e4m3 : args.x.dtype, args.x.shape[1], outcome.x_stride);
   if (quantised) {
     const bool fp32 = args.quantize == Quantize::fp8_e4m3;
     const int64_t blocks = (args.x.shape[1] + 127) / 128;
-    result.x_scales = shape.array(at(outcome.block.scales), fp32 ? DType::fp32 : DType::ue8m0, blocks, blocks * (fp32 ? 4 : 1));
+    set_rows(result.x_scales, r, at(outcome.block.scales), fp32 ? DType::fp32 : DType::ue8m0, blocks, blocks * (fp32 ? 4 : 1));
   }
   for (size_t s = 0; s < args.side.size(); ++s) {
     const TensorView& side = args.side[s];
-    result.side.push_back(
-        shape.array(at(outcome.block.side[s]), side.dtype, side.shape[1], side.shape[1] * static_cast<int64_t>(size_of(side.dtype))));
+    set_rows(result.side.emplace_back(), r, at(outcome.block.side[s]), side.dtype, side.shape[1],
+             side.shape[1] * static_cast<int64_t>(size_of(side.dtype)));
   }
   const int64_t local = r.num_local_experts();
   set_vector(result.num_rows, &memory->num_rows, DType::i64, 1);
@@ -125,7 +124,7 @@ DispatchResult BufferImpl::finish_dispatch(PendingImpl& pending) {
 CombineResult BufferImpl::finish_combine(PendingImpl& pending) {
   if (pending.device) return finish_combine_on_device(pending);
   engine::CombineCall* const call = pending.combine.get();
-  engine::CombineOutcome outcome = outcome_of(lane(pending.lane), *call);
+  engine::CombineOutcome outcome = outcome_of(lane(pending.lane), *call, std::move(pending.lock));
   const CombineArgs& args = call->args();
   const Routing& r = call->routing();
   auto memory = std::make_shared<Memory>();
@@ -134,8 +133,8 @@ CombineResult BufferImpl::finish_combine(PendingImpl& pending) {
   memory->num_lost = std::move(outcome.num_lost);
   CombineResult result;
   const int64_t hidden = args.y.shape[static_cast<size_t>(args.y.ndim - 1)];
-  result.x = TensorView::matrix(outcome.x, args.y.dtype, r.num_tokens, hidden, outcome.x_stride / static_cast<int64_t>(size_of(args.y.dtype)));
-  if (r.num_tokens == 0) result.x = TensorView::dense(outcome.x, args.y.dtype, {0, hidden});
+  set_matrix(result.x, outcome.x, args.y.dtype, r.num_tokens, hidden);
+  if (r.num_tokens > 0) result.x.strides[0] = outcome.x_stride / static_cast<int64_t>(size_of(args.y.dtype));
   if (args.side.defined()) result.side = TensorView::dense(memory->side.data(), DType::fp32, {r.num_tokens, r.num_topk});
   set_vector(result.num_lost, memory->num_lost.data(), DType::i32, r.num_tokens);
   result.memory_ = std::move(memory);
@@ -157,8 +156,8 @@ void BufferImpl::drop(PendingImpl& pending) noexcept {
   pending.waited = true;
   try {
     if (context_->closed.load(std::memory_order_acquire)) return;
-    if (pending.dispatch || (pending.device && pending.dispatch_args.x.defined())) finish_dispatch(pending);
-    if (pending.combine || (pending.device && pending.combine_args.y.defined())) finish_combine(pending);
+    if (pending.dispatch || pending.dispatch_args) finish_dispatch(pending);
+    if (pending.combine || pending.combine_args) finish_combine(pending);
   } catch (...) {
     // Nobody asks for this call's result, and the Buffer keeps its abort for the next one.
   }

@@ -4,6 +4,7 @@
 #include <charconv>
 #include <cstdlib>
 #include <optional>
+#include <utility>
 
 #include "bootstrap/hmac.h"
 #include "util/env.h"
@@ -77,7 +78,7 @@ std::optional<Found> from_turnout(const Variables& v) {
 }
 
 std::optional<Found> from_torchrun(const Variables& v) {
-  if (!v.has("RANK") || !v.has("WORLD_SIZE")) return std::nullopt;  // either alone is a common name for something else
+  if (!v.has("RANK") || !v.has("WORLD_SIZE")) return std::nullopt;  // either alone: see refuse_half()
   const int rank = v.required("RANK", "WORLD_SIZE");
   const int num_ranks = v.required("WORLD_SIZE", "RANK", 1);
   Found f = found("torchrun", rank, num_ranks, v.integer("LOCAL_RANK", 0, Variables::kMostRanks).value_or(rank));
@@ -126,6 +127,16 @@ std::optional<Found> from_slurm(const Variables& v) {
   f.hint = "export TURNOUT_ROOT=<host of rank 0> before srun";
   f.info.job = "slurm-" + v.text("SLURM_JOB_ID") + "." + v.text(v.has("SLURM_STEP_ID") ? "SLURM_STEP_ID" : "SLURM_STEPID");
   return f;
+}
+
+/// Without any launcher, half of what one says is a mistake: each such process would take itself for the whole job.
+void refuse_half(const Variables& v) {
+  constexpr std::pair<const char*, const char*> kPairs[] = {
+      {"RANK", "WORLD_SIZE"}, {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"}, {"PMI_RANK", "PMI_SIZE"}};
+  for (const auto& [rank, size] : kPairs) {
+    if (v.has(rank)) v.required(size, rank, 1);
+    if (v.has(size)) v.required(rank, size);
+  }
 }
 
 /// A port below Linux's ephemeral range, the same for all ranks of a job and most likely another one for another job.
@@ -193,6 +204,7 @@ LaunchInfo launch_info(const Lookup& lookup) {
       return f->info;
     }
   }
+  refuse_half(variables);
   Found alone = found("none", 0, 1, 0);
   alone.info.job = "none";
   alone.info.root_address = "127.0.0.1";

@@ -7,8 +7,10 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <sstream>
 
@@ -59,6 +61,23 @@ std::string start_of(const std::string& pid) {
   std::string field;
   for (int i = 3; i <= 22; ++i) fields >> field;
   return field;
+}
+
+/// Removes what jobs that were killed before all had joined have left in the folder. A process that cannot be seen here may live
+/// behind another view of processes (a container): so only what is older than any rendezvous takes.
+void sweep(const std::filesystem::path& folder) noexcept {
+  std::error_code error;
+  const auto now = std::filesystem::file_time_type::clock::now();
+  for (const auto& entry : std::filesystem::directory_iterator(folder, error)) {
+    const std::string name = entry.path().filename();
+    if (!name.starts_with("turnout-") || name.find(".secret") == std::string::npos || !entry.is_regular_file(error)) continue;
+    const auto written = entry.last_write_time(error);
+    if (error || now - written < std::chrono::hours(1)) continue;
+    std::ifstream file(entry.path());
+    std::string pid, start;
+    file >> pid >> start;
+    if (start.empty() || start_of(pid) != start) unlink(entry.path().c_str());
+  }
 }
 
 bool is_private_folder(const std::string& path) {
@@ -119,6 +138,7 @@ HostSecret::HostSecret(std::string path) : path_(std::move(path)), secret_(hex(r
     }
   }
   unlink(draft.c_str());
+  sweep(std::filesystem::path(path_).parent_path());
   if (!trouble.empty()) throw TransportError(trouble);
 }
 

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <system_error>
 
 #include "turnout/error.h"
 #include "util/log.h"
@@ -28,7 +29,12 @@ constexpr size_t kMostUnread = 4 * kMostBody;
 Server::Server(std::vector<Fd> listeners, ServerOptions options)
     : listeners_(std::move(listeners)), options_(std::move(options)), wake_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
   if (!wake_) throw TransportError(std::string("eventfd: ") + std::strerror(errno));  // NOLINT(concurrency-mt-unsafe)
-  thread_ = std::thread([this] { loop(); });
+  try {
+    thread_ = std::thread([this] { loop(); });
+  } catch (const std::system_error& e) {
+    throw TransportError("rank 0 cannot start the thread that serves the rendezvous: " + e.code().message() +
+                         "; raise the limit of threads (ulimit -u)");
+  }
 }
 
 Server::~Server() {

@@ -50,31 +50,37 @@ class ThreadStore final : public Store {
 
 enum class Kind : uint8_t { arrived, given_up };
 
-/// What lies under a key: the step's name, and a rank's bytes (arrived) or the missing ranks (given_up).
+/// What lies under a key: how many ranks its writer counts, the step's name, and a rank's bytes (arrived) or the missing ranks (given_up).
 struct Value {
   Kind kind;
+  int num_ranks;
   std::string step;
   std::vector<std::byte> bytes;
 };
 
-std::vector<std::byte> pack(Kind kind, std::string_view step, std::span<const std::byte> bytes) {
-  const auto length = static_cast<uint32_t>(step.size());
-  std::vector<std::byte> out(1 + sizeof length + step.size() + bytes.size());
-  out[0] = static_cast<std::byte>(kind);
-  std::byte* at = out.data() + 1;
-  std::memcpy(at, &length, sizeof length);
-  if (!step.empty()) std::memcpy(at + sizeof length, step.data(), step.size());
-  if (!bytes.empty()) std::memcpy(at + sizeof length + step.size(), bytes.data(), bytes.size());
+/// What every value begins with.
+struct Head {
+  int32_t kind, num_ranks;
+  uint32_t step_bytes;
+};
+
+std::vector<std::byte> pack(Kind kind, int num_ranks, std::string_view step, std::span<const std::byte> bytes) {
+  const Head head{static_cast<int32_t>(kind), num_ranks, static_cast<uint32_t>(step.size())};
+  std::vector<std::byte> out(sizeof head + step.size() + bytes.size());
+  std::memcpy(out.data(), &head, sizeof head);
+  if (!step.empty()) std::memcpy(out.data() + sizeof head, step.data(), step.size());
+  if (!bytes.empty()) std::memcpy(out.data() + sizeof head + step.size(), bytes.data(), bytes.size());
   return out;
 }
 
 Value unpack(const std::vector<std::byte>& value) {
-  uint32_t length = 0;
-  constexpr size_t kHead = 1 + sizeof length;
-  if (value.size() >= kHead) std::memcpy(&length, value.data() + 1, sizeof length);
-  if (value.size() < kHead + length) throw TransportError("bootstrap: a value in the store is cut short; is its key used by somebody else?");
-  Value out{static_cast<Kind>(value[0]), {}, {value.begin() + static_cast<int64_t>(kHead + length), value.end()}};
-  out.step.assign(reinterpret_cast<const char*>(value.data()) + kHead, length);
+  Head head{};
+  if (value.size() >= sizeof head) std::memcpy(&head, value.data(), sizeof head);
+  if (value.size() < sizeof head + head.step_bytes) {
+    throw TransportError("bootstrap: a value in the store is cut short; is its key used by somebody else?");
+  }
+  Value out{static_cast<Kind>(head.kind), head.num_ranks, {}, {value.begin() + static_cast<int64_t>(sizeof head + head.step_bytes), value.end()}};
+  out.step.assign(reinterpret_cast<const char*>(value.data()) + sizeof head, head.step_bytes);
   return out;
 }
 
@@ -93,12 +99,15 @@ std::string list(const std::vector<int>& ranks) {
 class StoreBootstrap final : public Bootstrap {
  public:
   StoreBootstrap(std::shared_ptr<Store> store, int rank, int num_ranks, std::string name, milliseconds timeout)
-      : store_(std::move(store)), rank_(rank), num_ranks_(num_ranks), name_(std::move(name)), timeout_(timeout) {
+      : store_(std::move(store)),
+        rank_(rank),
+        num_ranks_(num_ranks),
+        name_(std::move(name)),
+        timeout_(bootstrap::checked_timeout("store_bootstrap", timeout)) {
     if (num_ranks < 1 || rank < 0 || rank >= num_ranks) {
       throw InvalidArgument("store_bootstrap: rank is " + std::to_string(rank) + " of " + std::to_string(num_ranks) + " ranks");
     }
     if (!store_) throw InvalidArgument("store_bootstrap: store is null");
-    bootstrap::check_timeout("store_bootstrap", timeout);
   }
 
   int rank() const override { return rank_; }
@@ -107,7 +116,7 @@ class StoreBootstrap final : public Bootstrap {
   std::vector<std::vector<std::byte>> all_gather(std::string_view step, std::span<const std::byte> mine) override {
     const uint64_t number = ++step_;
     const auto start = Clock::now();
-    ask(number, step, [&] { store_->set(key(number, rank_), pack(Kind::arrived, step, mine)); });
+    ask(number, step, [&] { store_->set(key(number, rank_), pack(Kind::arrived, num_ranks_, step, mine)); });
     std::vector<std::vector<std::byte>> all(static_cast<size_t>(num_ranks_));
     all[static_cast<size_t>(rank_)].assign(mine.begin(), mine.end());
     std::vector<int> missing;
@@ -119,6 +128,7 @@ class StoreBootstrap final : public Bootstrap {
         continue;
       }
       Value theirs = unpack(*value);
+      if (theirs.num_ranks != num_ranks_) miscount(number, step, peer, theirs.num_ranks);
       if (theirs.step != step) differ(number, step, peer, theirs.step);
       if (theirs.kind == Kind::given_up) throw expired(number, step, unpack_ranks(theirs.bytes), start, false);
       all[static_cast<size_t>(peer)] = std::move(theirs.bytes);
@@ -189,7 +199,7 @@ class StoreBootstrap final : public Bootstrap {
   /// Those who wait for a missing rank find the list under its key; those who come late find it under ours.
   void tell_others(uint64_t number, std::string_view step, const std::vector<int>& missing) {
     try {
-      const auto note = pack(Kind::given_up, step, std::as_bytes(std::span(missing)));
+      const auto note = pack(Kind::given_up, num_ranks_, step, std::as_bytes(std::span(missing)));
       store_->set(key(number, rank_), note);
       for (int peer : missing) store_->set(key(number, peer), note);
     } catch (const Error&) {  // what is being reported matters more
@@ -200,6 +210,11 @@ class StoreBootstrap final : public Bootstrap {
     throw InvalidArgument("bootstrap step " + std::to_string(number) + " of '" + name_ + "': ranks are at different steps; rank " +
                           std::to_string(rank_) + " is at '" + std::string(step) + "', rank " + std::to_string(peer) + " at '" + their_step +
                           "': all ranks must make the same collective calls in the same order");
+  }
+
+  [[noreturn]] void miscount(uint64_t number, std::string_view step, int peer, int theirs) const {
+    throw InvalidArgument(head(number, step) + ": ranks disagree about their number: rank " + std::to_string(rank_) + " was told that there are " +
+                          std::to_string(num_ranks_) + ", rank " + std::to_string(peer) + " that there are " + std::to_string(theirs));
   }
 
   PeerTimeout expired(uint64_t number, std::string_view step, const std::vector<int>& missing, Clock::time_point start, bool ours) const {

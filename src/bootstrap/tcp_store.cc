@@ -218,9 +218,9 @@ class Joining {
 }  // namespace
 
 std::shared_ptr<Store> open_tcp_store(const LaunchInfo& info, const TcpOptions& options, milliseconds timeout) {
-  check_timeout("tcp_store", timeout);
+  const milliseconds limit = checked_timeout("tcp_store", timeout);
   if (info.num_ranks == 1 && info.rank == 0) return thread_store();  // nobody to meet, nothing to open
-  return Joining(info, options, timeout).run();
+  return Joining(info, options, limit).run();
 }
 
 }  // namespace bootstrap

@@ -59,6 +59,8 @@ class ExpertMap {
   int num_experts() const { return static_cast<int>(owner_.size()); }
   int num_ranks() const { return num_ranks_; }
   int rank_of(int expert) const { return owner_[static_cast<size_t>(expert)]; }
+  /// The owner of every expert.
+  std::span<const int> owners() const { return owner_; }
   int local_of(int expert) const { return local_[static_cast<size_t>(expert)]; }
   int num_local(int rank) const { return begin_[static_cast<size_t>(rank) + 1] - begin_[static_cast<size_t>(rank)]; }
   int max_local() const {

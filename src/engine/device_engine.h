@@ -83,6 +83,8 @@ class DeviceEngine {
   virtual void set_experts(const std::vector<int>& expert_to_rank) = 0;
   /// Throws what an earlier call left. Does not wait.
   virtual void raise_failure() = 0;
+  /// The same, and where the Buffer is aborted by a rank that this one does not wait for.
+  virtual void check_failure() = 0;
   virtual void synchronize() = 0;
   /// Collective.
   virtual void recover() = 0;

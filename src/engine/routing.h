@@ -3,10 +3,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <memory_resource>
-#include <vector>
 
 #include "core/routing.h"
+#include "engine/arena.h"
 #include "turnout/types.h"
 
 namespace turnout::engine {
@@ -18,21 +17,21 @@ inline namespace v0 {
 namespace internal {
 
 struct Routing {
-  Routing() {}  // not `= default`: making one would clear first_
+  Routing() {}
   Routing(const Routing&) = delete;
   Routing& operator=(const Routing&) = delete;
 
  private:
   // The arrays of a small call lie in the object itself: one allocation for all of them.
-  alignas(16) std::byte first_[2560];
-  std::pmr::monotonic_buffer_resource memory_{first_, sizeof first_};
+  using Memory = engine::Arena<3584>;
+  Memory memory_;
 
  public:
   /// Of a Buffer on a device: its arrays are there, and of those below only what shapes need is filled in.
   std::shared_ptr<const engine::DeviceRouting> device;
 
   template <class T>
-  using Array = std::pmr::vector<T>;
+  using Array = engine::ArenaVector<T, Memory>;
 
   // Who made it.
   uint64_t buffer = 0;  ///< serial number of the Buffer in this process

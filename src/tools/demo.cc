@@ -8,12 +8,17 @@
 #include <filesystem>
 #include <span>
 
+#include "api/communicator_impl.h"
 #include "core/routing.h"
 #include "tools/bench.h"
+#include "tools/demo_tables.h"
 #include "tools/environment.h"
+#include "tools/flip.h"
 #include "tools/gpus.h"
 #include "tools/moe_layer.h"
 #include "tools/place.h"
+#include "tools/plan.h"
+#include "tools/report.h"
 #include "tools/routing_source.h"
 #include "tools/self_launch.h"
 #include "turnout/buffer.h"
@@ -24,6 +29,9 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 size_t size(int64_t n) { return static_cast<size_t>(n); }
+
+/// Words of a rank in one call: a long text goes through the layer in pieces, so that memory does not grow with it.
+constexpr size_t kMostWords = 4096;
 
 std::string text_to_read(const std::string& wanted) {
   if (!wanted.empty()) return wanted;
@@ -80,12 +88,33 @@ class Demo {
     most_words_ = (all.size() + ranks - 1) / ranks;
     const size_t begin = std::min(all.size(), me * most_words_), end = std::min(all.size(), begin + most_words_);
     words_.assign(all.begin() + static_cast<int64_t>(begin), all.begin() + static_cast<int64_t>(end));
+    load_.assign(experts_.experts_of(communicator.rank()).size(), 0);
+    sent_.assign(ranks, 0);
   }
 
   int run() {
     introduce();
-    spread();
-    compare();
+    if (options_.corrupt && !place_->gpu()) {
+      flip_ = std::make_shared<Flip>();
+      communicator_.impl()->transport = with_flip(communicator_.impl()->transport, flip_);
+    }
+    Buffer buffer(communicator_, config());
+    const size_t pieces = (most_words_ + kMostWords - 1) / kMostWords;
+    Progress progress("demo", static_cast<int64_t>(pieces), speaks() && pieces > 1);
+    for (piece_ = 0; piece_ < pieces; ++piece_) {
+      const auto begin = static_cast<int64_t>(std::min(words_.size(), piece_ * kMostWords));
+      const auto end = static_cast<int64_t>(std::min(words_.size(), (piece_ + 1) * kMostWords));
+      const std::vector<std::string> words(words_.begin() + begin, words_.begin() + end);
+      if (piece_ > 0 && place_->gpu()) place_ = open_place(place_->device());  // what it held goes with it
+      spread(buffer, words);
+      compare(words, size(begin));
+      count_traffic();
+      progress.at(static_cast<int64_t>(piece_) + 1);
+    }
+    if (flip_) {
+      const auto flipped = gather(communicator_, static_cast<int64_t>(flip_->done));
+      if (std::count(flipped.begin(), flipped.end(), 1) != 1) throw TransportError("--corrupt: no message held the row that was to be changed");
+    }
     return tell();
   }
 
@@ -109,10 +138,10 @@ class Demo {
     c.num_experts = layer_.shape().num_experts;
     c.hidden = layer_.shape().hidden;
     c.dtype = layer_.shape().dtype;
-    c.max_tokens_per_rank = static_cast<int64_t>(most_words_);
+    c.max_tokens_per_rank = static_cast<int64_t>(std::min(most_words_, kMostWords));
     c.max_topk = layer_.shape().topk;
     c.receive_bytes =
-        2 * total_words_ * size(layer_.shape().topk) * (layer_.row_bytes() + 128) / static_cast<size_t>(communicator_.num_ranks()) + (1 << 20);
+        2 * words_at_once() * size(layer_.shape().topk) * (layer_.row_bytes() + 128) / static_cast<size_t>(communicator_.num_ranks()) + (1 << 20);
     c.touch_pages = true;
     c.device = place_->device();
     if (place_->gpu()) c.receive_bytes += gpu_bytes();
@@ -122,17 +151,18 @@ class Demo {
   /// What calls on a GPU take beside results: rows before they are laid out, and partial sums in which every expert's row may cross.
   size_t gpu_bytes() const {
     const size_t topk = size(layer_.shape().topk), row = layer_.row_bytes() + 256;
-    return 2 * total_words_ * topk * row + most_words_ * topk * topk * 2 * row;
+    return 2 * words_at_once() * topk * row + std::min(most_words_, kMostWords) * topk * topk * 2 * row;
   }
+  /// Of all ranks.
+  size_t words_at_once() const { return std::min(total_words_, kMostWords * size(communicator_.num_ranks())); }
 
   /// The layer over all ranks; what a user of the library writes.
-  void spread() {
+  void spread(Buffer& buffer, const std::vector<std::string>& words) {
     const LayerShape& s = layer_.shape();
-    const auto tokens = static_cast<int64_t>(words_.size());
-    const std::vector<std::byte> x = layer_.embed(words_);
+    const auto tokens = static_cast<int64_t>(words.size());
+    const std::vector<std::byte> x = layer_.embed(words);
     layer_.route(x, idx_, weights_);
 
-    Buffer buffer(communicator_, config());
     DispatchArgs send;
     send.x = place_->put(TensorView::dense(x.data(), s.dtype, {tokens, s.hidden}));
     send.topk_idx = place_->put(TensorView::dense(idx_.data(), DType::i32, {tokens, s.topk}));
@@ -140,8 +170,9 @@ class Demo {
     send.layout = Layout::expert_major;
     send.mode = mode_from(options_.mode);
     send.stream = place_->stream();
-    buffer.dispatch(send);  // once before it is timed: pages and connections are warm
+    if (piece_ == 0) buffer.dispatch(send);  // once before it is timed: pages and connections are warm
     place_->finish();
+    if (flip_ && piece_ == 0) choose_a_bit(x);
     communicator_.barrier();
     const auto t0 = Clock::now();
     DispatchResult received = buffer.dispatch(send);
@@ -168,43 +199,63 @@ class Demo {
     result_.resize(x.size());
     for (int64_t t = 0; t < tokens; ++t) std::memcpy(result_.data() + size(t) * layer_.row_bytes(), sums.row(t), layer_.row_bytes());
     const auto us = [](auto d) { return std::chrono::duration<double, std::micro>(d).count(); };
-    story_.dispatch_us = us(t1 - t0), story_.experts_us = us(t2 - t1), story_.combine_us = us(t4 - t3);
+    story_.dispatch_us += us(t1 - t0), story_.experts_us += us(t2 - t1), story_.combine_us += us(t4 - t3);
   }
 
   /// Expert output, a row for each that was received.
   std::vector<std::byte> apply_experts(const DispatchResult& received) {
     const int64_t rows = place_->get(received.num_rows).as<int64_t>()[0];
     const TensorView x = place_->get(received.x), offsets = place_->get(received.expert_offsets), counts = place_->get(received.expert_counts);
-    if (options_.corrupt) flip_a_bit(x, rows);
+    if (options_.corrupt && !flip_ && piece_ == 0) flip_a_bit(x, rows);
     const auto owned = experts_.experts_of(communicator_.rank());
     std::vector<std::byte> y(size(rows) * layer_.row_bytes());
-    load_.assign(owned.size(), 0);
     for (size_t e = 0; e < owned.size(); ++e) {
-      load_[e] = counts.as<int32_t>()[e];
-      const int64_t first = offsets.as<int64_t>()[e];
-      for (int64_t row = first; row < first + load_[e]; ++row) layer_.apply_expert(owned[e], x.row(row), y.data() + size(row) * layer_.row_bytes());
+      const int64_t first = offsets.as<int64_t>()[e], count = counts.as<int32_t>()[e];
+      load_[e] += count;
+      for (int64_t row = first; row < first + count; ++row) layer_.apply_expert(owned[e], x.row(row), y.data() + size(row) * layer_.row_bytes());
     }
     return y;
   }
 
-  /// As if a link had flipped it: the lowest exponent bit of the first element of the first row, on the last rank that has rows.
+  /// The bit that makes most of a number: the highest of the exponent of a row's first element.
+  size_t byte_to_flip() const { return layer_.shape().dtype == DType::bf16 ? 1 : 3; }
+  static constexpr std::byte kBitToFlip{0x40};
+
+  /// Of the first word that leaves its rank, on the first rank that has one.
+  void choose_a_bit(const std::vector<std::byte>& x) {
+    const size_t topk = size(layer_.shape().topk), tokens = idx_.size() / topk;
+    size_t at = 0;
+    const auto leaves = [&](size_t token) {
+      return std::any_of(idx_.begin() + static_cast<int64_t>(token * topk), idx_.begin() + static_cast<int64_t>((token + 1) * topk),
+                         [&](int32_t e) { return experts_.rank_of(e) != communicator_.rank(); });
+    };
+    while (at < tokens && !leaves(at)) ++at;
+    const auto has_one = gather(communicator_, static_cast<int64_t>(at < tokens));
+    const auto first = std::find(has_one.begin(), has_one.end(), 1) - has_one.begin();
+    if (first == communicator_.num_ranks()) throw InvalidArgument("--corrupt: no word of this text leaves its rank: use a longer one");
+    if (first != communicator_.rank()) return;
+    const auto row = x.begin() + static_cast<int64_t>(at * layer_.row_bytes());
+    flip_->row.assign(row, row + static_cast<int64_t>(layer_.row_bytes()));
+    flip_->byte = byte_to_flip();
+    flip_->mask = kBitToFlip;
+    flip_->armed.store(true, std::memory_order_release);
+  }
+
+  /// Rows that GPUs send do not pass by here: a bit of the first row that arrived at the last rank that has rows.
   void flip_a_bit(const TensorView& x, int64_t rows) {
     const auto counts = gather(communicator_, rows);
     int victim = communicator_.num_ranks() - 1;
     while (victim > 0 && counts[size(victim)] == 0) --victim;
     if (communicator_.rank() != victim || rows == 0) return;
-    std::byte* row = x.row(0);
-    if (layer_.shape().dtype == DType::bf16) row[0] ^= std::byte{0x80};
-    else row[2] ^= std::byte{0x80};
-    if (wire_ != Wire::rows) row[layer_.shape().dtype == DType::bf16 ? 1 : 3] ^= std::byte{0x40};  // a tolerance must be exceeded too
+    x.row(0)[byte_to_flip()] ^= kBitToFlip;
   }
 
-  /// The same layer on one rank, for this rank's words.
-  void compare() {
-    const std::vector<std::byte> expected = layer_.forward(words_);
+  /// The same layer on one rank, for words of this rank from number `first` on.
+  void compare(const std::vector<std::string>& words, size_t first) {
+    const std::vector<std::byte> expected = layer_.forward(words);
     const auto hidden = size(layer_.shape().hidden);
     std::vector<float> a(hidden), b(hidden);
-    for (size_t t = 0; t < words_.size(); ++t) {
+    for (size_t t = 0; t < words.size(); ++t) {
       const size_t at = t * layer_.row_bytes();
       bool wrong = std::memcmp(result_.data() + at, expected.data() + at, layer_.row_bytes()) != 0;
       if (wrong) {
@@ -221,7 +272,7 @@ class Demo {
       }
       if (!wrong) continue;
       ++story_.wrong_tokens;
-      if (story_.first_wrong < 0) story_.first_wrong = static_cast<int64_t>(t);
+      if (story_.first_wrong < 0) story_.first_wrong = static_cast<int64_t>(first + t);
     }
   }
 
@@ -231,15 +282,18 @@ class Demo {
     return layer_.shape().dtype == DType::bf16 ? 0.02 : 1e-5;
   }
 
+  void count_traffic() {
+    const size_t topk = size(layer_.shape().topk);
+    for (size_t t = 0; t < idx_.size() / topk; ++t) {
+      std::vector<char> there(sent_.size());
+      for (size_t k = 0; k < topk; ++k) there[size(experts_.rank_of(idx_[t * topk + k]))] = 1;
+      for (size_t r = 0; r < sent_.size(); ++r) sent_[r] += there[r];
+    }
+  }
+
   int tell() {
     const auto loads = gather(communicator_, load_);
-    std::vector<int64_t> sent(size(communicator_.num_ranks()));
-    for (size_t t = 0; t < words_.size(); ++t) {
-      std::vector<char> there(sent.size());
-      for (int k = 0; k < layer_.shape().topk; ++k) there[size(experts_.rank_of(idx_[t * size(layer_.shape().topk) + size(k)]))] = 1;
-      for (size_t r = 0; r < sent.size(); ++r) sent[r] += there[r];
-    }
-    const auto traffic = gather(communicator_, sent);
+    const auto traffic = gather(communicator_, sent_);
     const auto stories = gather(communicator_, story_);
     Story all;
     for (const Story& s : stories) {
@@ -250,54 +304,19 @@ class Demo {
       all.wrong_tokens += s.wrong_tokens;
     }
     if (speaks()) {
-      print_load(loads);
-      print_traffic(traffic);
+      print_load(experts_, layer_.shape().topk, loads);
+      print_traffic(layer_.row_bytes(), traffic);
       std::printf("\nTimes (slowest rank): dispatch %.0f us, experts %.0f us, combine %.0f us\n", all.dispatch_us, all.experts_us, all.combine_us);
       print_verdict(all);
     }
     return all.wrong_tokens == 0 ? 0 : 1;
   }
 
-  void print_load(const std::vector<std::vector<int64_t>>& loads) const {
-    int64_t most = 1, total = 0;
-    for (const auto& rank : loads) {
-      for (const int64_t n : rank) most = std::max(most, n), total += n;
-    }
-    std::printf("\nLoad: rows per expert (a word goes to %d; even would be %ld)\n", layer_.shape().topk,
-                static_cast<long>(total / layer_.shape().num_experts));
-    for (size_t r = 0; r < loads.size(); ++r) {
-      for (size_t e = 0; e < loads[r].size(); ++e) {
-        const auto bar = static_cast<size_t>(loads[r][e] * 60 / most);
-        std::printf("  rank %2zu expert %2d %7ld %s\n", r, experts_.experts_of(static_cast<int>(r))[e], static_cast<long>(loads[r][e]),
-                    std::string(bar, '#').c_str());
-      }
-    }
-  }
-
-  void print_traffic(const std::vector<std::vector<int64_t>>& traffic) const {
-    constexpr size_t kMostColumns = 8;
-    const size_t columns = std::min(traffic.size(), kMostColumns);
-    std::printf("\nTraffic: words sent from a rank (line) to a rank (column), each once%s\n  from \\ to",
-                columns < traffic.size() ? ", first ranks only" : "");
-    for (size_t to = 0; to < columns; ++to) std::printf(" %8zu", to);
-    std::printf("\n");
-    int64_t remote = 0, total = 0;
-    for (size_t from = 0; from < traffic.size(); ++from) {
-      if (from < columns) std::printf("  %9zu", from);
-      for (size_t to = 0; to < traffic[from].size(); ++to) {
-        if (from < columns && to < columns) std::printf(" %8ld", static_cast<long>(traffic[from][to]));
-        total += traffic[from][to];
-        if (from != to) remote += traffic[from][to];
-      }
-      if (from < columns) std::printf("\n");
-    }
-    const double mega = static_cast<double>(layer_.row_bytes()) / 1e6;
-    std::printf("  %ld rows (%.2f MB) moved, %ld of them (%.2f MB) between ranks\n", static_cast<long>(total), static_cast<double>(total) * mega,
-                static_cast<long>(remote), static_cast<double>(remote) * mega);
-  }
-
   void print_verdict(const Story& all) const {
-    if (options_.corrupt) std::printf("\nOne bit of a row was flipped on its way (--corrupt): the comparison must fail.\n");
+    if (options_.corrupt) {
+      std::printf("\nOne bit of a row was flipped %s (--corrupt): the comparison must fail.\n",
+                  flip_ ? "on its way to another rank" : "where it arrived");
+    }
     if (all.wrong_tokens == 0 && wire_ == Wire::rows) {
       std::printf("\nPASS: all %zu outputs equal those of the layer on one rank, bit for bit\n", total_words_);
     } else if (all.wrong_tokens == 0) {
@@ -320,7 +339,9 @@ class Demo {
   size_t total_words_ = 0, most_words_ = 0;
   std::vector<int32_t> idx_;
   std::vector<float> weights_;
-  std::vector<int64_t> load_;
+  size_t piece_ = 0;
+  std::shared_ptr<Flip> flip_;
+  std::vector<int64_t> load_, sent_;
   std::vector<std::byte> result_;
   Story story_;
 };
@@ -331,8 +352,23 @@ int run_demo(const DemoOptions& options) {
   wire_from(options.wire);
   mode_from(options.mode);
   if (options.dtype != "bf16" && options.dtype != "fp32") throw InvalidArgument("--dtype " + options.dtype + " is unknown: use bf16 or fp32");
-  if (words_of(read_text(text_to_read(options.text))).empty()) throw InvalidArgument("--text " + options.text + " holds no words");
+  const std::string path = text_to_read(options.text);
+  std::error_code unreadable;  // told when it is read
+  const uintmax_t bytes = std::filesystem::is_regular_file(path, unreadable) ? std::filesystem::file_size(path, unreadable) : 0;
+  const LaunchInfo launched = launch_info_from_env();
+  const bool alone = launched.launcher == "none";
+  // What is wrong is told once, before ranks start; a launcher has started them already. Every rank holds the text and its words, and
+  // the rows of a piece.
+  constexpr double kProcess = 8e6, kPerWord = 16e3, kPerByte = 12, kBytesOfAWord = 4;
+  if (alone && !unreadable && options.ranks >= 1 && options.ranks <= kMostRanks) {
+    const double text = static_cast<double>(bytes), piece = std::min(text / kBytesOfAWord / options.ranks, static_cast<double>(kMostWords));
+    check_memory(options.ranks * (kProcess + kPerWord * piece + kPerByte * text), "the demo", "a shorter --text or fewer --ranks");
+  }
+  if (words_of(read_text(path)).empty()) throw InvalidArgument("--text " + options.text + " holds no words");
   check_device(options.device);
+  if (options.corrupt && device_from(options.device).kind == DeviceKind::cpu && (alone ? options.ranks : launched.num_ranks) < 2) {
+    throw InvalidArgument("--corrupt needs --ranks 2 or more: on one rank nothing is on its way");
+  }
   return run_ranks(options.ranks, placement_from(options.placement), options.arguments,
                    [&](Communicator& communicator) { return Demo(communicator, options).run(); });
 }

@@ -113,6 +113,13 @@ Plan plan_of(const BenchOptions& o, int num_ranks) {
   return plan;
 }
 
+void check_memory(double wanted, const std::string& what, const std::string& instead) {
+  const size_t there = available_memory();
+  if (there == 0 || wanted <= static_cast<double>(there)) return;
+  throw InvalidArgument(what + " needs about " + std::to_string(static_cast<int64_t>(std::ceil(wanted / 0x1p30))) +
+                        " GiB on this machine, which has " + std::to_string(there >> 30) + " GiB left: use " + instead);
+}
+
 void check_writable(const std::optional<std::string>& wanted) {
   if (!wanted || *wanted == "-") return;
   const std::string& path = *wanted;
@@ -154,11 +161,7 @@ void check_resources(const BenchOptions& o, const Plan& plan, int num_local) {
         s.layout == Layout::expert_slab ? static_cast<double>(*o.capacity) * s.num_experts / s.num_ranks() : static_cast<double>(*o.capacity);
     wanted = std::max(wanted, places * static_cast<double>(s.hidden) * static_cast<double>(size_of(s.dtype)) * 4 * num_local);
   }
-  const size_t there = available_memory();
-  if (there == 0 || wanted <= static_cast<double>(there)) return;
-  throw InvalidArgument("this shape needs about " + std::to_string(static_cast<int64_t>(std::ceil(wanted / 0x1p30))) +
-                        " GiB on this machine, which has " + std::to_string(there >> 30) +
-                        " GiB left: use fewer --tokens, --ranks or a smaller --hidden or --capacity");
+  check_memory(wanted, "this shape", "fewer --tokens, --ranks or a smaller --hidden or --capacity");
 }
 
 }  // namespace turnout::tools

@@ -23,6 +23,9 @@ Plan plan_of(const BenchOptions& options, int num_ranks);
 /// Throws: InvalidArgument.
 void check_resources(const BenchOptions& options, const Plan& plan, int num_local);
 
+/// Throws: InvalidArgument if this machine has not `wanted` bytes left for `what`; `instead` says what to use then.
+void check_memory(double wanted, const std::string& what, const std::string& instead);
+
 /// Throws: InvalidArgument if a report cannot be written to `path` ("-" is standard output). Leaves an existing file as it is.
 void check_writable(const std::optional<std::string>& path);
 

@@ -86,7 +86,7 @@ constexpr EnvVariable kTable[] = {
      [](Env& e, V v) { e.secret_file = v.text(); }},
     {"TURNOUT_INTERFACE", "name", "", "Network interface whose addresses the rendezvous binds.",
      [](Env& e, V v) { e.interface = v.text(); }},
-    {"TURNOUT_BOOTSTRAP_TIMEOUT_MS", "milliseconds", "60000", "Deadline of each bootstrap step of Communicators made from the environment.",
+    {"TURNOUT_BOOTSTRAP_TIMEOUT_MS", "milliseconds", "60000", "Deadline of each bootstrap step where the program does not give one.",
      [](Env& e, V v) { e.bootstrap_timeout_ms = v.milliseconds(); }},
     {"TURNOUT_TIMEOUT_MS", "milliseconds", "60000", "Default of Timeouts::timeout in the command-line tools.",
      [](Env& e, V v) { e.timeout_ms = v.milliseconds(); }},
@@ -159,7 +159,7 @@ static_assert(kTable[0].name == "TURNOUT_LOG");
 std::vector<std::string> unknown_variables(const std::vector<std::string>& names) {
   std::vector<std::string> lines;
   for (const std::string& name : names) {
-    if (!name.starts_with("TURNOUT_")) continue;
+    if (!name.starts_with("TURNOUT_") || name.starts_with("TURNOUT_TEST_")) continue;  // tests have variables of their own
     if (std::any_of(std::begin(kTable), std::end(kTable), [&](const EnvVariable& v) { return v.name == name; })) continue;
     const auto* nearest = std::min_element(std::begin(kTable), std::end(kTable), [&](const EnvVariable& a, const EnvVariable& b) {
       return edit_distance(a.name, name) < edit_distance(b.name, name);
@@ -170,19 +170,19 @@ std::vector<std::string> unknown_variables(const std::vector<std::string>& names
 }
 
 const Env& env() {
-  static const Env instance = [] {
-    Env e = read_env([](const char* name) -> const char* { return std::getenv(name); });  // NOLINT(concurrency-mt-unsafe)
-    for (const std::string& line : unknown_variables(names_of_environment())) log_once(LogLevel::warn, line);
-    return e;
-  }();
+  static const Env instance = read_env([](const char* name) -> const char* { return std::getenv(name); });  // NOLINT(concurrency-mt-unsafe)
   return instance;
+}
+
+void report_unknown_variables() {
+  for (const std::string& line : unknown_variables(names_of_environment())) log_once(LogLevel::warn, line);
 }
 
 std::string env_page() {
   std::string page =
       "# Environment variables\n\nPrinted from the table in `src/util/env.cc` by `./dev docs`; a test fails when this page differs.\n"
       "A malformed value is an error that names the variable; a variable set to nothing counts as absent; an unknown `TURNOUT_` variable is\n"
-      "reported once.\n\n"
+      "reported once, by rank 0 (`TURNOUT_TEST_` ones, which are the tests' own, are not).\n\n"
       "| variable | value | default | meaning |\n|---|---|---|---|\n";
   for (const EnvVariable& v : kTable) {
     const std::string_view by_default = v.default_value.empty() ? "none" : v.default_value;

@@ -28,8 +28,11 @@ struct Env {
   std::string cuda_library, device_transport, device_memory;
 };
 
-/// Throws: InvalidArgument naming the variable, its value and what would do. Unknown TURNOUT_* variables are logged once.
+/// Throws: InvalidArgument naming the variable, its value and what would do.
 const Env& env();
+
+/// Logs, once per process, each TURNOUT_* variable of the environment that is not in the table.
+void report_unknown_variables();
 
 /// Finds the value of a variable, or nullptr; getenv in env(), a table in tests.
 using EnvLookup = std::function<const char*(const char*)>;
@@ -45,7 +48,7 @@ struct EnvVariable {
 std::span<const EnvVariable> env_table();
 /// docs/env.md.
 std::string env_page();
-/// A line for each of `names` that begins with TURNOUT_ and is not in the table, with the nearest known name.
+/// A line for each of `names` that begins with TURNOUT_ (but TURNOUT_TEST_) and is not in the table, with the nearest known name.
 std::vector<std::string> unknown_variables(const std::vector<std::string>& names);
 
 }  // namespace turnout::util

@@ -162,6 +162,8 @@ TEST(BadCalls, ReleasedViewsAsOtherArguments) {
       expect_refused("x", [&](DispatchArgs& a) { a.x.data = const_cast<float*>(data); });
       expect_refused("side[0]", [&](DispatchArgs& a) { a.side = {dense(data, DType::fp32, {3, 1})}; });
       expect_refused("out", [&](DispatchArgs& a) { a.out = dense(data, DType::fp32, {9, 8}); });
+      expect_refused("topk_idx", [&](DispatchArgs& a) { a.topk_idx = dense(data, DType::i32, {3, 2}); });
+      expect_refused("topk_weights", [&](DispatchArgs& a) { a.topk_weights = dense(data, DType::fp32, {3, 2}); });
       std::vector<float> y(48);
       CombineArgs back;
       back.stream = here().stream();
@@ -169,6 +171,13 @@ TEST(BadCalls, ReleasedViewsAsOtherArguments) {
       back.y = dense(y.data(), DType::fp32, {6, 8});
       back.out = dense(data, DType::fp32, {3, 8});
       expect_says(message_of<InvalidArgument>([&] { buffer.combine(back); }), {"combine: out is", "released"});
+      back.out = TensorView();
+      back.side = dense(data, DType::fp32, {6, 2});
+      expect_says(message_of<InvalidArgument>([&] { buffer.combine(back); }), {"combine: side is", "released"});
+      back.side = TensorView();
+      back.apply = CombineWeights::rows;
+      back.weights = dense(data, DType::fp32, {6});
+      expect_says(message_of<InvalidArgument>([&] { buffer.combine(back); }), {"combine: weights is", "released"});
     }
     expect_works(buffer);
   });

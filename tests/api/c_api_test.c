@@ -256,7 +256,7 @@ static void check_callbacks(void) {
   make_problem(&p, 0);
   p.args.result = TURNOUT_RESULT_FRESH;
   turnout_dispatch_result* got = NULL;
-  CHECK_SAYS(turnout_dispatch(buffer, &p.args, &got), TURNOUT_OTHER, "memory");
+  CHECK_SAYS(turnout_dispatch(buffer, &p.args, &got), TURNOUT_TRANSPORT_ERROR, "memory");
   CHECK(times > 0);
   turnout_buffer_destroy(buffer);
   turnout_communicator_destroy(communicator);

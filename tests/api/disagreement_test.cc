@@ -191,8 +191,8 @@ TEST(Disagreement, OfCombineArguments) {
     if (b.rank() == 1) back.y.dtype = DType::bf16;
     b.combine(back);
   });
-  static const std::vector<float> side(64);
-  expect_table_after_dispatch({"side arrays:", "rank 0 = 0", "rank 1 = 1"}, [](Buffer& b, Tokens&, DispatchResult&, CombineArgs& back) {
+  const Shared<float> side(64);
+  expect_table_after_dispatch({"side arrays:", "rank 0 = 0", "rank 1 = 1"}, [&](Buffer& b, Tokens&, DispatchResult&, CombineArgs& back) {
     if (b.rank() == 1) back.side = dense(side.data(), DType::fp32, {64});
     b.combine(back);
   });

@@ -58,7 +58,7 @@ class Job {
   char hear(std::chrono::milliseconds patience = 20s) const {
     pollfd waiting{pipe_[0], POLLIN, 0};
     char word = 0;
-    if (poll(&waiting, 1, static_cast<int>(patience.count())) != 1 || read(pipe_[0], &word, 1) != 1) return 0;
+    if (poll(&waiting, 1, static_cast<int>(patience.count())) != 1 || ::read(pipe_[0], &word, 1) != 1) return 0;
     return word;
   }
   /// Files in the only folder that the ranks were given.

@@ -6,15 +6,13 @@
 #include <exception>
 
 #include "bootstrap/ranks.h"
-#include "util/env.h"
 
 int main(int argc, char** argv) {
   using namespace turnout;
   try {
     const LaunchInfo info = launch_info_from_env();
-    const std::chrono::milliseconds timeout(util::env().bootstrap_timeout_ms);
-    auto store = tcp_store(info, timeout);
-    auto world = store_bootstrap(store, info.rank, info.num_ranks, "world", timeout);
+    auto store = tcp_store(info);  // with the deadline of the environment
+    auto world = store_bootstrap(store, info.rank, info.num_ranks, "world");
     const auto all = world->all_gather("who", testing_ranks::bytes(std::to_string(info.rank)));
     for (size_t peer = 0; peer < all.size(); ++peer) {
       if (testing_ranks::text(all[peer]) != std::to_string(peer)) return 1;

@@ -139,6 +139,18 @@ TEST(LaunchInfo, MalformedValuesNameTheirVariable) {
   EXPECT_NE(refusal(no_address).find("MASTER_ADDR"), std::string::npos);
 }
 
+// Each such process would take itself for a whole job.
+TEST(LaunchInfo, HalfOfALauncherIsRefused) {
+  const std::vector<std::pair<std::string, std::string>> pairs = {
+      {"RANK", "WORLD_SIZE"}, {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"}, {"PMI_RANK", "PMI_SIZE"}, {"TURNOUT_RANK", "TURNOUT_NUM_RANKS"}};
+  for (const auto& [rank, size] : pairs) {
+    EXPECT_NE(refusal({{rank, "0"}}).find(rank + " is set but " + size + " is not"), std::string::npos) << refusal({{rank, "0"}});
+    EXPECT_NE(refusal({{size, "2"}}).find(size + " is set but " + rank + " is not"), std::string::npos) << refusal({{size, "2"}});
+  }
+  // Beside a whole one it is somebody else's.
+  expect(read(with(kOpenMpi, {{"WORLD_SIZE", "3"}})), 2, 3, 2, "127.0.0.1", "openmpi");
+}
+
 TEST(LaunchInfo, FirstHostOfSlurmsNotation) {
   EXPECT_EQ(first_host("node7"), "node7");
   EXPECT_EQ(first_host("a,b"), "a");

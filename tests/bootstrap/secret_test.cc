@@ -3,6 +3,8 @@
 
 #include <sys/wait.h>
 
+#include <chrono>
+#include <filesystem>
 #include <fstream>
 
 #include "bootstrap/tcp_support.h"
@@ -82,6 +84,20 @@ TEST(HostSecret, WhatAKilledJobLeftIsReplaced) {
   write(reused, std::to_string(getpid()) + " 1 old\n", 0600);
   HostSecret other(reused);
   EXPECT_NE(other.secret(), "old");
+}
+
+TEST(HostSecret, WhatKilledJobsLeftLongAgoIsRemoved) {
+  Job job(2);
+  const std::string old = job.folder() + "/turnout-0123.secret", young = job.folder() + "/turnout-4567.secret";
+  const std::string others = job.folder() + "/notes.secret";
+  for (const std::string& path : {old, young, others}) write(path, "999999999 1 left\n", 0600);
+  for (const std::string& path : {old, others}) {
+    std::filesystem::last_write_time(path, std::filesystem::file_time_type::clock::now() - std::chrono::hours(2));
+  }
+  { HostSecret mine(host_secret_path(job.folder(), "job", 1)); }
+  EXPECT_FALSE(std::filesystem::exists(old));
+  EXPECT_TRUE(std::filesystem::exists(young)) << "its process may live in another container";
+  EXPECT_TRUE(std::filesystem::exists(others));
 }
 
 TEST(HostSecret, AJobFormsWhereAnotherDied) {

@@ -3,6 +3,8 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <mutex>
+#include <set>
 #include <stdexcept>
 #include <string>
 
@@ -21,6 +23,27 @@ inline bool has_fault() {
   const cudaError_t e = cudaFree(nullptr);
   (void)cudaGetLastError();
   return e != cudaSuccess;
+}
+
+/// The pool that allocations come from has room from now on, and keeps it. Virtual ranks allocate while kernels of others wait for them: to
+/// ask the driver for memory, or to give it back, may be to wait for the GPU.
+inline void keep_memory(int device) {
+  static std::mutex mutex;
+  static std::set<int> kept;
+  const std::lock_guard lock(mutex);
+  if (!kept.insert(device).second) return;
+  cuda_ok(cudaSetDevice(device), "cudaSetDevice");
+  cudaMemPool_t pool = nullptr;
+  cuda_ok(cudaDeviceGetDefaultMemPool(&pool, device), "cudaDeviceGetDefaultMemPool");
+  uint64_t most = UINT64_MAX;
+  cuda_ok(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &most), "cudaMemPoolSetAttribute");
+  cudaStream_t stream = nullptr;
+  void* p = nullptr;
+  cuda_ok(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+  cuda_ok(cudaMallocAsync(&p, size_t{512} << 20, stream), "cudaMallocAsync");
+  cuda_ok(cudaFreeAsync(p, stream), "cudaFreeAsync");
+  cuda_ok(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+  cuda_ok(cudaStreamDestroy(stream), "cudaStreamDestroy");
 }
 
 class CudaPlace : public Place {

@@ -24,6 +24,7 @@ class CudaContract : public ::testing::TestWithParam<Case> {
     if (cudaGetDeviceCount(&devices) != cudaSuccess || devices < GetParam().num_devices) {
       GTEST_SKIP() << "needs " << GetParam().num_devices << " GPUs, there are " << devices;
     }
+    for (int device = 0; device < GetParam().num_devices; ++device) keep_memory(device);
   }
   RandomLimits limits() const {
     RandomLimits l;

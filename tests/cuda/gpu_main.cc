@@ -116,6 +116,9 @@ class Again {
     end_children();
     setenv(kFailedBefore, failed_.c_str(), 1);
     setenv(kCasesBefore, cases_.c_str(), 1);
+    // The filter has the tests of this shard alone: they must not be dealt out once more.
+    unsetenv("GTEST_TOTAL_SHARDS");
+    unsetenv("GTEST_SHARD_INDEX");
     sigset_t none;
     sigemptyset(&none);
     sigprocmask(SIG_SETMASK, &none, nullptr);

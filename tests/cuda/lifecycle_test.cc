@@ -145,7 +145,7 @@ TEST_P(Lifecycle, MoreThanTwoToThe31Elements) {
       config.hidden = kHidden;
       config.max_tokens_per_rank = kRows;
       config.max_topk = 1;
-      config.receive_bytes = 3 * bytes;
+      config.receive_bytes = 3 * bytes + (size_t{128} << 20);  // rows where they land, the result, and records, which are a little longer
       config.timeouts.timeout = config.timeouts.busy_timeout = std::chrono::seconds(10);
       config.device = place->device();
       Buffer buffer(comm, config);

@@ -122,6 +122,35 @@ TEST_P(Streams, ADelayedProducerAndAConsumerOnTheStreamOfTheCall) {
   }
 }
 
+/// Later calls of the lane take its staging before the caller waits.
+TEST_P(Streams, ACallIsWaitedForAfterManyLaterOnes) {
+  ReplayShape shape;
+  shape.mode = Mode::throughput;
+  const Routings routings(50, num_ranks(), shape, 1);
+  run_virtual_ranks(num_ranks(), [&](Communicator& comm) {
+    const auto place = GetParam().place_of(comm.rank());
+    RunChoices run;
+    run.mode = Mode::throughput;
+    Buffer buffer(comm, config_for({&routings}, run, place->device()));
+    Call first(routings.variant(0), comm.rank(), *place, run), later(routings.variant(0), comm.rank(), *place, run);
+    for (Receive receive : {Receive::deferred, Receive::resident}) {
+      DispatchArgs args = first.arguments.dispatch;
+      args.receive = receive;
+      PendingDispatch pending = buffer.dispatch_async(args);
+      for (int i = 0; i < 5; ++i) {
+        const DispatchResult result = buffer.dispatch(later.arguments.dispatch);
+        place->finish();
+        buffer.check();
+        later.expect(result);
+      }
+      const DispatchResult result = pending.wait();
+      place->finish();
+      buffer.check();
+      first.expect(result);
+    }
+  });
+}
+
 TEST_P(Streams, MoreSmsThanThereAreAreRefused) {
   const Routings routings(8, num_ranks(), {}, 1);
   run_virtual_ranks(num_ranks(), [&](Communicator& comm) {
@@ -203,6 +232,7 @@ void expect_works_beside(const Placement& placement, int left, int num_sms, Mode
     words.write(1, 1);
     cuda_ok(cudaStreamSynchronize(other), "the user's kernel");
     cuda_ok(cudaStreamDestroy(other), "cudaStreamDestroy");
+    comm.barrier();  // to free memory is to wait for the GPU, with the user's kernel on it, while the rank that ends that may be kept out
   });
 }
 

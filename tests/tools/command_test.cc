@@ -18,9 +18,9 @@ struct Answer {
   std::string text;  ///< both streams
 };
 
-/// Words as a shell takes them.
-Answer ask(const std::string& words) {
-  const std::string line = "timeout 60 " TURNOUT_COMMAND " " + words + " 2>&1 </dev/null";
+/// Words as a shell takes them; `environment` goes before them.
+Answer ask(const std::string& words, const std::string& environment = "") {
+  const std::string line = environment + " timeout 60 " TURNOUT_COMMAND " " + words + " 2>&1 </dev/null";
   FILE* pipe = popen(line.c_str(), "r");
   if (!pipe) return {-1, "no shell"};
   Answer answer{0, ""};
@@ -141,6 +141,11 @@ TEST(Command, DemoAndSelftestRefuse) {
   expect_refused("demo --text /does/not/exist", "cannot read the text file");
   expect_refused("demo --text /", "not a regular file");
   expect_refused("demo --ranks 0", "1 to 256");
+  expect_refused("demo --ranks 1 --corrupt", "--corrupt needs --ranks 2 or more");
+  const Folder folder;  // most of it is a hole, and nobody reads it
+  const std::string huge = folder.file("huge", "some words");
+  std::filesystem::resize_file(huge, 1 << 30);
+  expect_refused("demo --ranks 256 --text " + huge, "the demo needs about 3");
   expect_refused("selftest --ranks 300", "1 to 256");
   expect_refused("selftest --transport nonsense", "nonsense is unknown");
   expect_refused("selftest --device nonsense", "nonsense is unknown");
@@ -194,6 +199,52 @@ TEST(Command, AFailureIsToldByProcesses) {
     EXPECT_EQ(a.status, 1) << a.text;
     EXPECT_NE(a.text.find("FAIL: "), std::string::npos) << a.text;
   }
+}
+
+// One bit, whatever crosses: of a word's row on its way to another rank, and of no other.
+TEST(Command, OneBitOnItsWaySpoilsOneWord) {
+  const Folder folder;
+  std::string words;
+  for (int i = 0; i < 200; ++i) words += std::to_string(i * i) + "w ";
+  const std::string text = folder.file("words", words);
+  for (const char* how : {"--wire rows", "--wire payload", "--wire fp32", "--wire fp8", "--dtype fp32", "--mode throughput"}) {
+    const Answer a = ask("demo --corrupt --placement threads --ranks 3 --text " + text + " " + how);
+    EXPECT_EQ(a.status, 1) << how << "\n" << a.text;
+    EXPECT_NE(a.text.find("on its way to another rank (--corrupt)"), std::string::npos) << how << "\n" << a.text;
+    const size_t last = a.text.rfind("\n", a.text.size() - 2);
+    EXPECT_EQ(a.text.find("FAIL: 1 of 200 outputs differ", last), last + 1) << how << "\n" << a.text;
+  }
+}
+
+// Memory for a piece of it is enough.
+TEST(Command, ALongTextGoesThroughTheDemoInPieces) {
+  const Folder folder;
+  std::string words;
+  for (int i = 0; i < 8300; ++i) words += std::to_string(i) + " ";
+  const Answer a = ask("demo --ranks 2 --placement threads --text " + folder.file("words", words));
+  EXPECT_EQ(a.status, 0) << a.text;
+  EXPECT_NE(a.text.find("PASS: all 8300 outputs"), std::string::npos) << a.text;
+  EXPECT_NE(a.text.find("even would be 2075)"), std::string::npos) << a.text;
+}
+
+// Four ranks and their starter knew a variable that nobody knows, and each said so.
+TEST(Command, AnUnknownVariableIsToldOncePerJob) {
+  for (const char* placement : {"processes", "threads"}) {
+    const Answer a = ask("demo --ranks 4 --placement " + std::string(placement), "TURNOUT_NUM_THREAD=1 TURNOUT_TEST_THIS=1");
+    EXPECT_EQ(a.status, 0) << a.text;
+    const std::string line = "TURNOUT_NUM_THREAD is not a variable of Turnout";
+    const size_t first = a.text.find(line);
+    EXPECT_NE(first, std::string::npos) << a.text;
+    EXPECT_EQ(a.text.find(line, first + 1), std::string::npos) << a.text;
+    EXPECT_EQ(a.text.find("TURNOUT_TEST_THIS"), std::string::npos) << a.text;
+  }
+}
+
+TEST(Command, TheEnvironmentsDeadlineIsTaken) {
+  const Answer a =
+      ask("selftest", "TURNOUT_BOOTSTRAP_TIMEOUT_MS=250 TURNOUT_RANK=1 TURNOUT_NUM_RANKS=2 TURNOUT_PORT=1 TURNOUT_SECRET=sixteen-letters!");
+  EXPECT_EQ(a.status, 3) << a.text;
+  EXPECT_NE(a.text.find("250 ms"), std::string::npos) << a.text;
 }
 
 // Bytes are those of rows that have a place: with a capacity of none nothing crosses.

@@ -104,6 +104,7 @@ TEST(Env, TheLevelOfTheLogNeverThrows) {
 
 TEST(Env, UnknownVariablesGetTheNearestName) {
   EXPECT_TRUE(unknown_variables({"TURNOUT_LOG", "PATH", "LOG"}).empty());
+  EXPECT_TRUE(unknown_variables({"TURNOUT_TEST_ANYTHING"}).empty());
   const auto lines = unknown_variables({"TURNOUT_TRANSPRT"});
   ASSERT_EQ(lines.size(), 1u);
   EXPECT_NE(lines[0].find("TURNOUT_TRANSPORT?"), std::string::npos) << lines[0];

@@ -28,7 +28,7 @@ typedef struct turnout_buffer_config {
   size_t max_side_bytes;         /* most bytes of side arrays per row */
   const int32_t* expert_to_rank; /* owner of each expert: num_experts entries; null: in order, evenly */
   const int32_t* replica_of;     /* logical number of each expert: num_experts entries; null: each its own */
-  size_t receive_bytes;          /* receive region; 0: two results of a balanced routing */
+  size_t receive_bytes;          /* receive region; 0: max_outstanding results of a balanced routing (config.h) */
   size_t staging_bytes;          /* per peer, lane and call in flight; 0: chosen */
   int64_t timeout_ms;            /* local: for a silent peer, or one inside the call; 0: 60 s */
   int64_t busy_timeout_ms;       /* local: for a living peer that has not come to the call; 0: 30 min */
@@ -42,7 +42,7 @@ typedef struct turnout_buffer_config {
 typedef struct turnout_allocator {
   size_t struct_size;
   void* context;
-  void* (*allocate)(void* context, size_t num_bytes); /* null: out of memory: TURNOUT_OTHER here, elsewhere as allocator.h says */
+  void* (*allocate)(void* context, size_t num_bytes); /* null: out of memory: TRANSPORT_ERROR here, elsewhere as allocator.h says */
   void (*deallocate)(void* context, void* data, size_t num_bytes);
 } turnout_allocator;
 

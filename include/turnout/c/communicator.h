@@ -16,7 +16,7 @@ typedef struct turnout_communicator_options {
   const char* transport;       /* null or "auto", "inproc" (threads), "shm" (processes of one machine) */
   const int32_t* node_of_rank; /* node of every rank: num_nodes_given entries, one per rank; null: from the machine */
   size_t num_nodes_given;
-  int64_t timeout_ms;      /* of each bootstrap step; 0: 60 s */
+  int64_t timeout_ms;      /* of each bootstrap step; 0: TURNOUT_BOOTSTRAP_TIMEOUT_MS, else 60 s */
   uint64_t scheduler_seed; /* inproc, for tests: non-zero delays and reorders puts and signals by this seed */
 } turnout_communicator_options;
 

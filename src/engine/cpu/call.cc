@@ -34,12 +34,10 @@ Call::Call(const std::shared_ptr<Context>& context, int lane, uint64_t epoch, ui
   facts_.epoch = static_cast<int64_t>(epoch);
   mine_.fingerprint = fingerprint(facts_);
   max_local_ = static_cast<int>((facts_at(context_->layout.header_bytes) - sizeof(Header)) / sizeof(int32_t) - ranks);
-  header_sent_.assign(ranks, 0);
-  header_seen_.assign(ranks, 0);
-  closed_.assign(ranks, 0);
-  headers_.assign(ranks, Header());
+  peers_.assign(ranks, Peer());
+  headers_.resize_for_overwrite(ranks);
   my_rows_.assign(ranks, 0);
-  rows_.assign(ranks * ranks, 0);
+  rows_.resize_for_overwrite(ranks * ranks);
 }
 
 void Call::refuse() {
@@ -55,7 +53,7 @@ int64_t Call::count_of(int source, BufferLayout::Signal which) const {
 bool Call::exchange_headers() {
   bool moved = false;
   const int me = context_->rank;
-  if (!header_seen_[static_cast<size_t>(me)]) {
+  if (!header_seen(me)) {
     take_header(me);
     moved = true;
   }
@@ -77,22 +75,24 @@ bool Call::exchange_headers() {
 }
 
 void Call::send_header(int peer) {
-  thread_local std::vector<std::byte> bytes;
-  if (bytes.size() < context_->layout.header_bytes) bytes.resize(context_->layout.header_bytes);
   if (!my_pull_first_.empty()) mine_.pull_first = my_pull_first_[static_cast<size_t>(peer)];
-  std::memcpy(bytes.data(), &mine_, sizeof mine_);
-  std::byte* table = bytes.data() + sizeof mine_;
-  std::memcpy(table, my_rows_.data(), my_rows_.size() * sizeof(int32_t));
-  size_t used = sizeof mine_ + my_rows_.size() * sizeof(int32_t);
+  std::byte* const there = context_->window->peer_ptr(peer);
+  const auto write = [&](size_t offset, const void* data, size_t num_bytes) {
+    if (there) std::memcpy(there + offset, data, num_bytes);
+    else context_->window->put(peer, offset, data, num_bytes);
+  };
+  size_t at = context_->layout.header_at(lane_, copy_, context_->rank);
+  write(at, &mine_, sizeof mine_);
+  at += sizeof mine_;
+  write(at, my_rows_.data(), my_rows_.size() * sizeof(int32_t));
+  at += my_rows_.size() * sizeof(int32_t);
   if (!my_expert_rows_.empty()) {
     const auto& counts = my_expert_rows_[static_cast<size_t>(peer)];
-    core::copy_bytes(bytes.data() + used, counts.data(), counts.size() * sizeof(int32_t));
-    used += counts.size() * sizeof(int32_t);
+    if (!counts.empty()) write(at, counts.data(), counts.size() * sizeof(int32_t));
   }
-  context_->window->put(peer, context_->layout.header_at(lane_, copy_, context_->rank), bytes.data(), used);
-  context_->window->put(peer, facts_of(context_->rank), &facts_, sizeof facts_);
+  write(facts_of(context_->rank), &facts_, sizeof facts_);
   raise(peer, BufferLayout::kHeader, epoch_);
-  header_sent_[static_cast<size_t>(peer)] = 1;
+  peers_[static_cast<size_t>(peer)].header_sent = true;
   ++num_headers_sent_;
 }
 
@@ -118,7 +118,7 @@ void Call::take_header(int source) {
       core::copy_bytes(row, bytes + sizeof(Header) + ranks * sizeof(int32_t), own.size() * sizeof(int32_t));
     }
   }
-  header_seen_[at] = 1;
+  peers_[at].header_seen = true;
   ++num_headers_seen_;
 }
 
@@ -184,9 +184,9 @@ bool Call::close(bool leaving) {
   bool moved = false;
   for (int peer = 0; peer < context_->num_ranks; ++peer) {
     const auto at = static_cast<size_t>(peer);
-    if (peer == context_->rank || closed_[at] || (!leaving && read(peer, BufferLayout::kStopped) < epoch_)) continue;
+    if (peer == context_->rank || peers_[at].closed || (!leaving && read(peer, BufferLayout::kStopped) < epoch_)) continue;
     raise(peer, BufferLayout::kSpace, progress_value(epoch_, kAllConsumed));
-    closed_[at] = 1;
+    peers_[at].closed = true;
     ++num_closed_;
     moved = true;
   }

@@ -67,7 +67,7 @@ class Call {
   /// Frees the copy for the peers that have stopped, or, when this rank leaves and reads nothing any more, for all.
   /// True if there were any. REQUIRES: closing().
   bool close(bool leaving = false);
-  bool closed(int peer) const { return closed_[static_cast<size_t>(peer)]; }
+  bool closed(int peer) const { return peers_[static_cast<size_t>(peer)].closed; }
 
   uint64_t epoch() const { return epoch_; }
   int lane() const { return lane_; }
@@ -81,8 +81,8 @@ class Call {
   bool exchange_headers();
   bool all_headers_sent() const { return num_headers_sent_ == context_->num_ranks - 1; }
   bool all_headers_seen() const { return num_headers_seen_ == context_->num_ranks; }
-  bool header_sent(int peer) const { return header_sent_[static_cast<size_t>(peer)]; }
-  bool header_seen(int peer) const { return header_seen_[static_cast<size_t>(peer)]; }
+  bool header_sent(int peer) const { return peers_[static_cast<size_t>(peer)].header_sent; }
+  bool header_seen(int peer) const { return peers_[static_cast<size_t>(peer)].header_seen; }
   /// Throws InvalidArgument if some rank refused or the facts differ. REQUIRES: all_headers_seen().
   void check_headers();
   /// Tells all ranks whether this one can take its rows. REQUIRES: its header owes a verdict.
@@ -144,9 +144,12 @@ class Call {
   int max_local_ = 0;
   int num_headers_sent_ = 0, num_headers_seen_ = 0, num_closed_ = 0;
   bool failed_together_ = false, stopped_ = false;
-  PerRank<char> header_sent_, header_seen_, closed_;
-  InlineVector<Header, 4> headers_;
-  PerPair<int32_t> rows_;
+  struct Peer {
+    bool header_sent = false, header_seen = false, closed = false;
+  };
+  PerRank<Peer> peers_;
+  InlineVector<Header, 4> headers_;  ///< of ranks whose header was seen
+  PerPair<int32_t> rows_;            ///< likewise
   std::vector<int32_t> expert_rows_;
 };
 

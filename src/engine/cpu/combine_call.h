@@ -25,7 +25,7 @@ struct CombineOutcome {
 
 class CombineCall final : public Call {
  public:
-  /// REQUIRES: args were checked against `routing`.
+  /// REQUIRES: args were checked against `routing`, and outlive the call.
   CombineCall(const std::shared_ptr<Context>& context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts,
               const CombineArgs& args, std::shared_ptr<const internal::Routing> routing);
 
@@ -83,8 +83,10 @@ class CombineCall final : public Call {
   void merge_side(int64_t token, int rank, const float* side);
   void prefetch(const TokenTerms& terms) const;
   void add(const TokenTerms& terms) const;
+  void add_into(std::byte* out, const TokenTerms& terms) const;
+  int make_partials(const TokenTerms& terms, std::vector<RowRef>& rows) const;
 
-  CombineArgs args_;
+  const CombineArgs& args_;
   std::shared_ptr<const internal::Routing> routing_;
   size_t wire_bytes_ = 0, scale_bytes_ = 0;  ///< of a partial sum
   size_t side_floats_ = 0, row_at_ = 0, scales_at_ = 0, record_bytes_ = 0;

@@ -21,6 +21,7 @@ struct CombineCall::TokenTerms {
   std::vector<float> weights;
   std::vector<int> node_end;  ///< rows[...] of one node end here
   int own = -1;               ///< index of the own term that must be computed first
+  int near = -1;              ///< index of an own term that need not: this processor has it
   int64_t own_row = -1;
 };
 
@@ -71,7 +72,7 @@ bool CombineCall::gather(int64_t token, TokenTerms& terms) {
   terms.rows.clear();
   terms.weights.clear();
   terms.node_end.clear();
-  terms.own = -1;
+  terms.own = terms.near = -1;
   return rows_wire() ? gather_rows(token, terms) : gather_partials(token, terms);
 }
 
@@ -132,6 +133,12 @@ int32_t CombineCall::gather_own(int64_t ordinal, int64_t token, TokenTerms& term
   const Routing& r = *routing_;
   const auto me = static_cast<size_t>(context_->rank);
   const int64_t row = r.recv_begin[me] + ordinal;
+  const bool as_it_is = r.layout == Layout::rank_major && args_.apply == CombineWeights::none && wire_dtype() == args_.y.dtype;
+  if (as_it_is && !args_.side.defined() && row < r.recv_begin[me + 1]) {
+    terms.near = static_cast<int>(terms.rows.size());
+    terms.rows.push_back({y_row(row), nullptr});
+    return 0;
+  }
   int32_t present = 0, all = 0;
   for (int k = 0; k < r.num_topk; ++k) {
     const int32_t e = r.topk_idx[static_cast<size_t>(token * r.num_topk + k)];
@@ -145,7 +152,7 @@ int32_t CombineCall::gather_own(int64_t ordinal, int64_t token, TokenTerms& term
   }
   if (present == 0) return all;
   terms.own_row = row;
-  if (r.layout == Layout::rank_major && args_.apply == CombineWeights::none && wire_dtype() == args_.y.dtype) {
+  if (as_it_is) {
     terms.rows.push_back({y_row(row), nullptr});
   } else {
     terms.own = static_cast<int>(terms.rows.size());
@@ -223,31 +230,44 @@ bool CombineCall::gather_rows(int64_t token, TokenTerms& terms) {
 }
 
 void CombineCall::prefetch(const TokenTerms& terms) const {
-  for (const RowRef& row : terms.rows) {
-    if (row.data) prefetch_row(row.data, wire_bytes_);
+  for (int i = 0; i < static_cast<int>(terms.rows.size()); ++i) {
+    const void* const row = terms.rows[static_cast<size_t>(i)].data;
+    if (row && i != terms.near) prefetch_row(row, wire_bytes_);
   }
 }
 
 /// One token's sum: own partial first if it has to be made, then nodes, then the whole.
 void CombineCall::add(const TokenTerms& terms) const {
-  thread_local std::vector<std::byte> own, partials;
-  thread_local std::vector<RowRef> rows;
-  thread_local std::vector<std::byte> staged;
-  rows = terms.rows;
   std::byte* const place = out_.x + terms.token * out_.x_stride;
+  if (!large_) return add_into(place, terms);
+  // Summed in the first-level cache, then written past the others: the line of the result is not read first.
+  thread_local std::vector<std::byte> staged;
   const size_t out_bytes = static_cast<size_t>(hidden_) * size_of(args_.y.dtype);
-  std::byte* out = place;
-  if (large_) {
-    // Summed in the first-level cache, then written past the others: the line of the result is not read first.
-    staged.resize(out_bytes);
-    out = staged.data();
-  }
+  if (staged.size() < out_bytes) staged.resize(out_bytes);
+  add_into(staged.data(), terms);
+  context_->kernels.copy_row_streaming(place, staged.data(), out_bytes);
+}
+
+void CombineCall::add_into(std::byte* out, const TokenTerms& terms) const {
+  const RowRef* rows = terms.rows.data();
+  int n = static_cast<int>(terms.rows.size());
   if (rows_wire()) {
-    context_->kernels.sum_rows(rows.data(), args_.apply == CombineWeights::none ? nullptr : terms.weights.data(), static_cast<int>(rows.size()),
-                               args_.y.dtype, hidden_, out, nullptr, args_.y.dtype, in_double());
-    if (large_) context_->kernels.copy_row_streaming(place, out, out_bytes);
+    context_->kernels.sum_rows(rows, args_.apply == CombineWeights::none ? nullptr : terms.weights.data(), n, args_.y.dtype, hidden_, out, nullptr,
+                               args_.y.dtype, in_double());
     return;
   }
+  thread_local std::vector<RowRef> made;
+  if (terms.own >= 0 || context_->topology.num_nodes() > 1) {
+    made = terms.rows;
+    n = make_partials(terms, made);
+    rows = made.data();
+  }
+  context_->kernels.sum_rows(rows, nullptr, n, wire_dtype(), hidden_, out, nullptr, args_.y.dtype, in_double());
+}
+
+/// Makes the own partial sum, then those of the nodes if there are several. Returns how many `rows` are left to add.
+int CombineCall::make_partials(const TokenTerms& terms, std::vector<RowRef>& rows) const {
+  thread_local std::vector<std::byte> own, partials;
   const size_t scales_offset = static_cast<size_t>(core::align_up(static_cast<int64_t>(wire_bytes_), 64));
   const size_t form_bytes = scales_offset + static_cast<size_t>(core::align_up(static_cast<int64_t>(scale_bytes_), 64));
   const auto form_at = [&](std::vector<std::byte>& memory, size_t i) {
@@ -261,26 +281,20 @@ void CombineCall::add(const TokenTerms& terms) const {
     partial_sum(terms.own_row, const_cast<void*>(form.data), scales_of(form));
     rows[static_cast<size_t>(terms.own)] = form;
   }
-  size_t n = rows.size();
-  if (context_->topology.num_nodes() > 1) {
-    partials.resize(form_bytes * terms.node_end.size());
-    size_t used = 0;
-    int begin = 0;
-    std::vector<RowRef> nodes;
-    for (int end : terms.node_end) {
-      if (end > begin) {
-        const RowRef form = form_at(partials, used++);
-        context_->kernels.sum_rows(rows.data() + begin, nullptr, end - begin, wire_dtype(), hidden_, const_cast<void*>(form.data), scales_of(form),
-                                   wire_dtype(), in_double());
-        nodes.push_back(form);
-      }
-      begin = end;
+  if (context_->topology.num_nodes() == 1) return static_cast<int>(rows.size());
+  partials.resize(form_bytes * terms.node_end.size());
+  size_t used = 0;
+  int begin = 0;
+  for (int end : terms.node_end) {
+    if (end > begin) {
+      const RowRef form = form_at(partials, used);
+      context_->kernels.sum_rows(rows.data() + begin, nullptr, end - begin, wire_dtype(), hidden_, const_cast<void*>(form.data), scales_of(form),
+                                 wire_dtype(), in_double());
+      rows[used++] = form;  // in the place of rows that are added already
     }
-    rows = nodes;
-    n = rows.size();
+    begin = end;
   }
-  context_->kernels.sum_rows(rows.data(), nullptr, static_cast<int>(n), wire_dtype(), hidden_, out, nullptr, args_.y.dtype, in_double());
-  if (large_) context_->kernels.copy_row_streaming(place, out, out_bytes);
+  return static_cast<int>(used);
 }
 
 }  // namespace turnout::engine

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <new>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "core/buffer_layout.h"
@@ -47,13 +48,23 @@ struct Context : std::enable_shared_from_this<Context> {
   PagePool pages;            ///< the default allocator
   Allocator* allocator;      ///< the caller's, or `pages`
 
-  std::mutex experts_mutex;
+  mutable std::mutex experts_mutex;
   std::shared_ptr<const core::ExpertMap> experts;  ///< of new routings
 
   /// 0 while all is well; else the abort that stopped the Buffer. Sticky until recover().
   std::atomic<uint64_t> status{0};
   std::atomic<bool> closed{false};
   std::atomic<uint64_t> fresh_results{0};  ///< results that found no lease
+
+  /// The calling thread waits in a call.
+  void note_caller() {
+    const auto me = std::this_thread::get_id();
+    std::thread::id before = caller_.load(std::memory_order_relaxed);
+    if (before == me) return;
+    if (before != std::thread::id() || !caller_.compare_exchange_strong(before, me)) several_callers_.store(true, std::memory_order_relaxed);
+  }
+  /// Whether one thread makes all calls: while it waits in one, it makes no other.
+  bool has_one_caller() const { return !several_callers_.load(std::memory_order_relaxed); }
 
   /// Counts a result of `num_bytes` that found no lease; the first one is logged.
   void count_fresh_result(size_t num_bytes);
@@ -85,6 +96,8 @@ struct Context : std::enable_shared_from_this<Context> {
 
  private:
   [[noreturn]] void throw_abort();
+  std::atomic<std::thread::id> caller_{};
+  std::atomic<bool> several_callers_{false};
   std::mutex abort_mutex_;
   Abort abort_;
   std::vector<BlockPool::Block> retired_;
@@ -99,8 +112,15 @@ class ResultMemory {
     data_ = context_->window->local() + lease.offset;
   }
   ResultMemory(std::shared_ptr<Context> context, size_t num_bytes) : context_(std::move(context)), num_bytes_(num_bytes) {
-    data_ = static_cast<std::byte*>(context_->allocator->allocate(num_bytes));
-    if (!data_) throw std::bad_alloc();
+    try {
+      data_ = static_cast<std::byte*>(context_->allocator->allocate(num_bytes));
+    } catch (const std::bad_alloc&) {
+      // Told below, as what returns null is.
+    }
+    if (data_) return;
+    throw TransportError("no memory for " + std::to_string(num_bytes) +
+                         " bytes of a result: give a smaller capacity, call with fewer tokens, release results, or "
+                         "raise receive_bytes, where leases lie");
   }
   ResultMemory(const ResultMemory&) = delete;
   ResultMemory& operator=(const ResultMemory&) = delete;

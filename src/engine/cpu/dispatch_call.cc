@@ -51,7 +51,8 @@ bool DispatchCall::progress() {
   if (!planned_ && all_headers_seen() && all_headers_sent()) {
     if (!counted_) {
       check_headers();
-      plan();
+      plan_sends();
+      plan_receives();
       counted_ = moved = true;
       if (mine_.owes_verdict) give_verdict(misfit_.empty());
     }
@@ -161,27 +162,76 @@ void DispatchCall::finish() {
   finished_ = true;
 }
 
+namespace {
+
+constexpr size_t kFewTerms = 64;
+
+/// group_rows() for few terms: they are sorted, and the offsets filled from one expert that has any to the next.
+void group_few_rows(Routing& r, size_t num_terms) {
+  uint64_t terms[kFewTerms];  // expert, then row
+  size_t n = 0;
+  const int32_t* expert = r.recv_idx.data();
+  const int32_t* const end = expert + num_terms;
+  for (uint64_t row = 0; expert < end; ++row) {
+    for (int k = 0; k < r.num_topk; ++k, ++expert) {
+      if (*expert < 0) continue;
+      const uint64_t term = static_cast<uint64_t>(*expert) << 32 | row;
+      size_t at = n++;
+      for (; at > 0 && terms[at - 1] > term; --at) terms[at] = terms[at - 1];
+      terms[at] = term;
+    }
+  }
+  r.sorted_rows.resize_for_overwrite(n);
+  size_t next = 0;  // offsets up to here are known
+  for (size_t i = 0; i < n; ++i) {
+    const size_t e = terms[i] >> 32;
+    ++r.expert_counts[e];
+    r.sorted_rows[i] = static_cast<int32_t>(terms[i]);
+    if (next > e) continue;
+    std::fill(r.expert_offsets.begin() + next, r.expert_offsets.begin() + e + 1, static_cast<int64_t>(i));
+    next = e + 1;
+  }
+  std::fill(r.expert_offsets.begin() + next, r.expert_offsets.end(), static_cast<int64_t>(n));
+}
+
+/// Lists rank_major rows by local expert: counts, offsets, and the rows of the first `num_terms` entries of recv_idx.
+void group_rows(Routing& r, size_t local, size_t num_terms) {
+  r.expert_counts.assign(local, 0);
+  r.expert_offsets.resize_for_overwrite(local + 1);
+  if (num_terms <= kFewTerms) return group_few_rows(r, num_terms);
+  const auto topk = static_cast<size_t>(r.num_topk);
+  const int32_t* const expert = r.recv_idx.data();
+  int32_t* const counts = r.expert_counts.data();
+  int64_t* const offsets = r.expert_offsets.data();
+  for (size_t i = 0; i < num_terms; ++i) {
+    if (expert[i] >= 0) ++counts[expert[i]];
+  }
+  int64_t sum = 0;
+  for (size_t e = 0; e < local; ++e) {
+    offsets[e] = sum;
+    sum += counts[e];
+  }
+  offsets[local] = sum;
+  // While rows are listed each offset moves from the start of its group to its end, and back afterwards.
+  r.sorted_rows.resize_for_overwrite(static_cast<size_t>(sum));
+  int32_t* const sorted = r.sorted_rows.data();
+  size_t i = 0;
+  for (size_t row = 0; i < num_terms; ++row) {
+    for (size_t k = 0; k < topk; ++k, ++i) {
+      if (expert[i] >= 0) sorted[offsets[expert[i]]++] = static_cast<int32_t>(row);
+    }
+  }
+  for (size_t e = 0; e < local; ++e) offsets[e] -= counts[e];
+}
+
+}  // namespace
+
 /// Groups of rank_major rows by expert; weights by row of the other layouts. Everything past the rows is -1 or 0.
 void DispatchCall::finish_routing(Routing& r, int rank) {
   const auto topk = static_cast<size_t>(r.num_topk);
   const size_t n = static_cast<size_t>(r.num_recv());
   if (r.layout == Layout::rank_major) {
-    const auto local = static_cast<size_t>(r.experts->num_local(rank));
-    r.expert_counts.assign(local, 0);
-    r.expert_offsets.assign(local + 1, 0);
-    for (const int32_t e : r.recv_idx) {
-      if (e >= 0) ++r.expert_counts[static_cast<size_t>(e)];
-    }
-    for (size_t e = 0; e < local; ++e) r.expert_offsets[e + 1] = r.expert_offsets[e] + r.expert_counts[e];
-    r.sorted_rows.resize(static_cast<size_t>(r.expert_offsets[local]));
-    // While rows are listed each offset moves from the start of its group to its end, which is the start of the next.
-    for (size_t i = 0; i < n * topk; ++i) {
-      if (r.recv_idx[i] < 0) continue;
-      int64_t& next = r.expert_offsets[static_cast<size_t>(r.recv_idx[i])];
-      r.sorted_rows[static_cast<size_t>(next++)] = static_cast<int32_t>(i / topk);
-    }
-    std::memmove(r.expert_offsets.data() + 1, r.expert_offsets.data(), local * sizeof(int64_t));
-    r.expert_offsets[0] = 0;
+    group_rows(r, static_cast<size_t>(r.experts->num_local(rank)), n * topk);
     if (r.capacity >= 0) {  // arrays have the capacity's size
       r.recv_idx.resize(static_cast<size_t>(r.capacity) * topk, -1);
       if (r.has_weights) r.recv_weights.resize(static_cast<size_t>(r.capacity) * topk, 0.0f);

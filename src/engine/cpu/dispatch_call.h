@@ -29,7 +29,7 @@ struct DispatchOutcome {
 
 class DispatchCall final : public Call {
  public:
-  /// REQUIRES: args were checked. `routing` holds the source side (new or of args.handle).
+  /// REQUIRES: args were checked, and outlive the call. `routing` holds the source side (new or of args.handle).
   /// Throws InvalidArgument if there is no room for a result whose size is known already.
   DispatchCall(const std::shared_ptr<Context>& context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts,
                const DispatchArgs& args, std::shared_ptr<internal::Routing> fresh_routing, std::shared_ptr<const internal::Routing> cached);
@@ -60,9 +60,8 @@ class DispatchCall final : public Call {
 
   const internal::Routing& routing() const { return cached_ ? *cached_ : *fresh_; }
   bool early(int peer) const;
-  Path choose_path(int source, int destination) const;
+  Path choose_path(int source, int destination, bool block_fits) const;
   int64_t block_rows(int rank) const;
-  bool block_fits(int rank) const;
   /// Of rows that this rank sends or receives. REQUIRES: planned.
   Path path_to(int destination) const { return path_to_[static_cast<size_t>(destination)]; }
   Path path_from(int source) const { return path_from_[static_cast<size_t>(source)]; }
@@ -83,12 +82,18 @@ class DispatchCall final : public Call {
   void write_record(int peer, int64_t i, int64_t token);
   void write_direct(int peer, int64_t row, int64_t token);
   void fill_meta(int peer, int64_t token, int32_t* idx, float* weights) const;
-  const std::byte* token_row(int64_t token, std::vector<std::byte>& scratch, const std::byte*& scales) const;
+  /// The row of a token as it travels: x itself, or quantised, with its scales, in memory that the next call overwrites.
+  const std::byte* token_row(int64_t token, const std::byte*& scales) const {
+    scales = nullptr;
+    return args_.quantize == Quantize::none ? args_.x.row(token) : quantised_row(token, scales);
+  }
+  const std::byte* quantised_row(int64_t token, const std::byte*& scales) const;
 
   // dispatch_receive.cc
-  void plan();
+  void plan_sends();
+  void plan_receives();
   void plan_experts();
-  void make_room();
+  bool make_room();
   bool receive();
   bool receive_from(int source, int64_t available);
   void admit(int source, int64_t i, const int32_t* idx, const float* weights);
@@ -102,23 +107,23 @@ class DispatchCall final : public Call {
   void zero_padding() const;
   static void finish_routing(internal::Routing& r, int rank);
 
-  DispatchArgs args_;
+  const DispatchArgs& args_;
   RowFormat format_;
   std::shared_ptr<internal::Routing> fresh_;
   std::shared_ptr<const internal::Routing> cached_;
   bool low_latency_ = false;
   bool large_ = false;  ///< the rows of this call do not fit in a cache
 
-  struct Target {  ///< where direct rows of this rank go at a destination
-    size_t base = 0;
+  struct Target {                                              ///< where direct rows of this rank go at a destination
+    size_t x = 0, scales = 0, topk_idx = 0, topk_weights = 0;  ///< offsets of the arrays in the arena
     int64_t first_row = 0, admitted = 0;
-    BlockFormat block;
+    int64_t block_rows = 0;
   };
 
   PerRank<Path> path_to_, path_from_;  ///< [R]
 
   // Send side.
-  std::vector<Target> targets_;  ///< [R] if some path is direct
+  PerRank<Target> targets_;  ///< [R] if some path is direct
   PerRank<int> direct_peers_;
   PerRank<int64_t> next_;   ///< [R] records or rows sent so far
   int64_t next_token_ = 0;  ///< of the direct rows

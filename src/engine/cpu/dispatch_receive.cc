@@ -16,30 +16,59 @@ namespace {
 constexpr int64_t kPrefetchBytes = 16 << 10;
 }  // namespace
 
-/// All headers are here and agree: who sends what to whom, what is admitted, where it goes.
-void DispatchCall::plan() {
+/// All headers are here and agree: who sends what to whom, what is admitted, and where the rows of this rank go.
+void DispatchCall::plan_sends() {
   const auto ranks = static_cast<size_t>(context_->num_ranks);
   const int me = context_->rank;
   const Routing& r = routing();
-  const bool limited = r.layout == Layout::rank_major && r.capacity >= 0;
-  admitted_.assign(ranks * ranks, 0);
-  total_.assign(ranks, 0);
+  const bool by_rank = r.layout == Layout::rank_major;
+  const bool limited = by_rank && r.capacity >= 0;
+  admitted_.resize_for_overwrite(ranks * ranks);
+  total_.resize_for_overwrite(ranks);
+  path_to_.assign(ranks, Path::none);
   for (int d = 0; d < context_->num_ranks; ++d) {
-    int64_t& total = total_[static_cast<size_t>(d)];
+    int64_t total = 0;
     for (int s = 0; s < context_->num_ranks; ++s) {
       const int64_t fits = limited ? std::clamp<int64_t>(r.capacity - total, 0, rows(s, d)) : rows(s, d);
       admitted_[static_cast<size_t>(s) * ranks + static_cast<size_t>(d)] = fits;
       total += fits;
     }
+    total_[static_cast<size_t>(d)] = total;
   }
+  for (int peer = 0; peer < context_->num_ranks; ++peer) {
+    const auto at = static_cast<size_t>(peer);
+    if (peer == me || my_rows_[at] == 0) continue;
+    const int64_t offered = by_rank ? header(peer).offer_bytes : 0;
+    const BlockFormat block = offered ? format_.block(block_rows(peer), format_.idx_bytes > 0) : BlockFormat();
+    path_to_[at] = choose_path(me, peer, offered && block.num_bytes <= static_cast<size_t>(offered));
+    if (path_to_[at] != Path::direct) continue;
+    if (targets_.empty()) targets_.assign(ranks, Target());
+    Target& target = targets_[at];
+    const auto base = static_cast<size_t>(header(peer).offer_offset);
+    target.x = base + block.x;
+    target.scales = base + block.scales;
+    target.topk_idx = base + block.topk_idx;
+    target.topk_weights = base + block.topk_weights;
+    target.admitted = admitted(me, peer);
+    target.block_rows = block_rows(peer);
+    for (int s = 0; s < me; ++s) target.first_row += admitted(s, peer);
+    direct_peers_.push_back(peer);
+  }
+}
+
+/// What arrives, and where it goes.
+void DispatchCall::plan_receives() {
+  const auto ranks = static_cast<size_t>(context_->num_ranks);
+  const int me = context_->rank;
+  const Routing& r = routing();
   if (fresh_) {
-    fresh_->sent.assign(ranks, 0);
+    fresh_->sent.resize_for_overwrite(ranks);
     fresh_->recv_begin.assign(ranks + 1, 0);
     for (int s = 0; s < context_->num_ranks; ++s) {
       const auto at = static_cast<size_t>(s);
       fresh_->sent[at] = admitted(me, s);
       fresh_->recv_begin[at + 1] = fresh_->recv_begin[at] + admitted(s, me);
-      if (limited) fresh_->num_dropped += rows(s, me) - admitted(s, me);
+      if (r.layout == Layout::rank_major) fresh_->num_dropped += rows(s, me) - admitted(s, me);
     }
     const auto n = static_cast<size_t>(fresh_->num_recv());
     fresh_->recv_idx.assign(n * static_cast<size_t>(r.num_topk), -1);
@@ -47,28 +76,16 @@ void DispatchCall::plan() {
     fresh_->num_rows = fresh_->num_recv();
     if (r.layout != Layout::rank_major) plan_experts();
   }
-  make_room();
+  const bool fits_here = make_room();
   large_ = std::max(r.send_begin.back(), r.num_recv()) * static_cast<int64_t>(format_.x_bytes) > kCacheBytes;
-  path_to_.assign(ranks, Path::none);
-  path_from_.assign(ranks, Path::none);
-  for (int peer = 0; peer < context_->num_ranks; ++peer) {
-    path_to_[static_cast<size_t>(peer)] = choose_path(me, peer);
-    path_from_[static_cast<size_t>(peer)] = choose_path(peer, me);
-    direct_sources_ += path_from(peer) == Path::direct;
-  }
-  for (int peer = 0; peer < context_->num_ranks; ++peer) {
-    if (path_to(peer) != Path::direct) continue;
-    if (targets_.empty()) targets_.resize(ranks);
-    Target& target = targets_[static_cast<size_t>(peer)];
-    target.base = static_cast<size_t>(header(peer).offer_offset);
-    target.block = format_.block(block_rows(peer), format_.idx_bytes > 0);
-    target.admitted = admitted(me, peer);
-    for (int s = 0; s < me; ++s) target.first_row += admitted(s, peer);
-    direct_peers_.push_back(peer);
-  }
+  path_from_.resize_for_overwrite(ranks);
   received_.assign(ranks, 0);
   rows_left_ = 0;
-  for (int s = 0; s < context_->num_ranks; ++s) rows_left_ += path_from(s) == Path::direct ? admitted(s, me) : rows(s, me);
+  for (int s = 0; s < context_->num_ranks; ++s) {
+    const Path path = path_from_[static_cast<size_t>(s)] = choose_path(s, me, fits_here);
+    direct_sources_ += path == Path::direct;
+    rows_left_ += path == Path::direct ? admitted(s, me) : rows(s, me);
+  }
 }
 
 /// Group offsets and the first position of every source in every group. What exceeds a capacity of expert_major is
@@ -105,15 +122,20 @@ void DispatchCall::plan_experts() {
   held_ = r.layout == Layout::expert_major && r.capacity >= 0 && at > r.capacity;
 }
 
-/// Memory for the result: the offered block if all rows fit, the caller's, a lease, or memory of the allocator.
-void DispatchCall::make_room() {
+/// Memory for the result: the offered block if all rows fit, the caller's, a lease, or memory of the allocator. Whether it is
+/// the block that was offered to the peers.
+bool DispatchCall::make_room() {
   const Routing& r = routing();
   if (held_ && r.num_recv() > 0) {
     held_memory_ = std::make_shared<ResultMemory>(context_->shared_from_this(), static_cast<size_t>(r.num_recv()) * format_.record_bytes);
   }
   const int64_t n = r.layout == Layout::rank_major ? block_rows(context_->rank) : r.result_rows();
-  const bool offered = offer_ && block_fits(context_->rank);
-  block_ = format_.block(n, offered && format_.idx_bytes > 0);
+  bool offered = offer_ && r.layout == Layout::rank_major;
+  if (offered) {
+    block_ = format_.block(n, format_.idx_bytes > 0);
+    offered = block_.num_bytes <= offer_->lease().num_bytes;
+  }
+  if (!offered) block_ = format_.block(n, false);
   x_stride_ = static_cast<int64_t>(format_.x_stride);
   if (offered) {
     memory_ = std::move(offer_);
@@ -132,6 +154,7 @@ void DispatchCall::make_room() {
     x_stride_ = args_.out.strides[static_cast<size_t>(args_.out.ndim - 2)] * static_cast<int64_t>(size_of(args_.out.dtype));
     misfit_ = no_room(n);
   }
+  return offered;
 }
 
 bool DispatchCall::receive() {
@@ -197,14 +220,13 @@ bool DispatchCall::receive_from(int source, int64_t available) {
     routed_ = true;
   }
   context_->parallel_for(end - first, 4, [&](int64_t from, int64_t to) {
-    thread_local std::vector<std::byte> quantised;
     for (int64_t i = first + from; i < first + to; ++i) {
       const std::byte* record = own ? nullptr : record_of(i);
       if (held_ && !own) {
         std::memcpy(held_memory_->data() + static_cast<size_t>(base + i) * format_.record_bytes, record, format_.record_bytes);
       } else if (!held_) {
         Row row{nullptr, nullptr, record, own ? token_of(i) : 0, base + i};
-        row.x = own ? token_row(row.token, quantised, row.scales) : record + format_.x_at;
+        row.x = own ? token_row(row.token, row.scales) : record + format_.x_at;
         if (!own && format_.scale_bytes) row.scales = record + format_.scales_at;
         if (!own && !few) prefetch_row(row.x, format_.x_bytes);
         lay_out(row);
@@ -293,14 +315,13 @@ void DispatchCall::settle_held() {
     r.position[i] = next[static_cast<size_t>(r.recv_idx[i])]++;
     ++seen;
   }
-  std::vector<std::byte> quantised;
   for (int source = 0; source < context_->num_ranks; ++source) {
     const auto at = static_cast<size_t>(source);
     for (int64_t i = r.recv_begin[at]; i < r.recv_begin[at + 1]; ++i) {
       const bool own = source == context_->rank;
       const std::byte* record = own ? nullptr : held_memory_->data() + static_cast<size_t>(i) * format_.record_bytes;
       Row row{nullptr, nullptr, record, own ? r.send_tokens[static_cast<size_t>(r.send_begin[at] + i - r.recv_begin[at])] : 0, i};
-      row.x = own ? token_row(row.token, quantised, row.scales) : record + format_.x_at;
+      row.x = own ? token_row(row.token, row.scales) : record + format_.x_at;
       if (!own && format_.scale_bytes) row.scales = record + format_.scales_at;
       lay_out(row);
     }

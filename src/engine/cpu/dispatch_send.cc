@@ -83,21 +83,16 @@ bool DispatchCall::early(int peer) const {
 
 int64_t DispatchCall::block_rows(int rank) const { return routing().capacity >= 0 ? routing().capacity : total_[static_cast<size_t>(rank)]; }
 
-bool DispatchCall::block_fits(int rank) const {
-  if (routing().layout != Layout::rank_major || header(rank).offer_bytes == 0) return false;
-  return format_.block(block_rows(rank), format_.idx_bytes > 0).num_bytes <= static_cast<size_t>(header(rank).offer_bytes);
-}
-
 int64_t DispatchCall::admitted(int source, int destination) const {
   return admitted_[static_cast<size_t>(source) * static_cast<size_t>(context_->num_ranks) + static_cast<size_t>(destination)];
 }
 
 /// Both ends decide alike, from the headers that all ranks see.
-DispatchCall::Path DispatchCall::choose_path(int source, int destination) const {
+DispatchCall::Path DispatchCall::choose_path(int source, int destination, bool block_fits) const {
   const int64_t count = rows(source, destination);
   if (count == 0 || source == destination) return Path::none;
   const bool eager = low_latency_ && count * static_cast<int64_t>(format_.record_bytes) <= kEagerBytes;
-  return !eager && block_fits(destination) ? Path::direct : Path::streamed;
+  return !eager && block_fits ? Path::direct : Path::streamed;
 }
 
 bool DispatchCall::send() {
@@ -126,13 +121,17 @@ bool DispatchCall::send_direct() {
     int64_t row, token;
   };
   const int64_t end = std::min(r.num_tokens, next_token_ + std::max<int64_t>(256, r.num_tokens / 8));
+  const bool alone = context_->threads.num_threads() == 1;
   std::vector<Job> jobs;
   for (int64_t token = next_token_; token < end; ++token) {
     for (int peer : peers) {
       const auto at = static_cast<size_t>(peer);
       int64_t& next = next_[at];
-      if (next >= r.send_begin[at + 1] - r.send_begin[at] || r.send_tokens[static_cast<size_t>(r.send_begin[at] + next)] != token) continue;
-      if (next < targets_[at].admitted) jobs.push_back({peer, targets_[at].first_row + next, token});
+      if (next >= my_rows_[at] || r.send_tokens[static_cast<size_t>(r.send_begin[at] + next)] != token) continue;
+      const Target& target = targets_[at];
+      const int64_t row = target.first_row + next;
+      if (next < target.admitted && alone) write_direct(peer, row, token);
+      else if (next < target.admitted) jobs.push_back({peer, row, token});
       ++next;
       --sends_left_;
     }
@@ -172,20 +171,16 @@ bool DispatchCall::send_stream(int peer) {
   return true;
 }
 
-/// The row of a token as it travels: x itself, or quantised into `scratch` with its scales behind it.
-const std::byte* DispatchCall::token_row(int64_t token, std::vector<std::byte>& scratch, const std::byte*& scales) const {
-  if (args_.quantize == Quantize::none) {
-    scales = nullptr;
-    return args_.x.row(token);
-  }
-  scratch.resize(format_.x_bytes + format_.scale_bytes + 64);
+const std::byte* DispatchCall::quantised_row(int64_t token, const std::byte*& scales) const {
+  thread_local std::vector<std::byte> row;
   const size_t scales_at = static_cast<size_t>(core::align_up(static_cast<int64_t>(format_.x_bytes), 16));
-  std::byte* s = scratch.data() + scales_at;
+  if (row.size() < scales_at + format_.scale_bytes) row.resize(scales_at + format_.scale_bytes);
+  std::byte* s = row.data() + scales_at;
   const bool fp32 = args_.quantize == Quantize::fp8_e4m3;
-  context_->kernels.quantize_row(args_.x.row(token), args_.x.dtype, args_.x.shape[1], reinterpret_cast<uint8_t*>(scratch.data()),
+  context_->kernels.quantize_row(args_.x.row(token), args_.x.dtype, args_.x.shape[1], reinterpret_cast<uint8_t*>(row.data()),
                                  fp32 ? reinterpret_cast<float*>(s) : nullptr, fp32 ? nullptr : reinterpret_cast<uint8_t*>(s));
   scales = s;
-  return scratch.data();
+  return row.data();
 }
 
 /// What `peer` has to know of the token: its own experts among the k, and their weights.
@@ -201,12 +196,12 @@ void DispatchCall::fill_meta(int peer, int64_t token, int32_t* idx, float* weigh
 }
 
 void DispatchCall::write_record(int peer, int64_t i, int64_t token) {
-  thread_local std::vector<std::byte> quantised, assembled;
   const auto slots = static_cast<int64_t>(context_->layout.ring_bytes / format_.record_bytes);
   const size_t offset = context_->layout.ring_at(lane_, copy_, context_->rank) + static_cast<size_t>(i % slots) * format_.record_bytes;
   std::byte* there = context_->window->peer_ptr(peer);
   std::byte* record = there ? there + offset : nullptr;
   if (!record) {
+    thread_local std::vector<std::byte> assembled;
     assembled.assign(format_.record_bytes, std::byte{0});
     record = assembled.data();
   }
@@ -214,7 +209,7 @@ void DispatchCall::write_record(int peer, int64_t i, int64_t token) {
     fill_meta(peer, token, reinterpret_cast<int32_t*>(record), format_.weight_bytes ? reinterpret_cast<float*>(record + format_.idx_bytes) : nullptr);
   }
   const std::byte* scales = nullptr;
-  const std::byte* x = token_row(token, quantised, scales);
+  const std::byte* x = token_row(token, scales);
   // Past the caches: the lines are in those of their reader, and to own each of them first costs ten times the copy.
   context_->kernels.copy_row_streaming(record + format_.x_at, x, format_.x_bytes);
   if (scales) std::memcpy(record + format_.scales_at, scales, format_.scale_bytes);
@@ -223,27 +218,30 @@ void DispatchCall::write_record(int peer, int64_t i, int64_t token) {
 }
 
 void DispatchCall::write_direct(int peer, int64_t row, int64_t token) {
-  thread_local std::vector<std::byte> quantised;
-  const size_t base = targets_[static_cast<size_t>(peer)].base;
-  const BlockFormat& block = targets_[static_cast<size_t>(peer)].block;
+  const Target& target = targets_[static_cast<size_t>(peer)];
   const auto at = static_cast<size_t>(row);
   std::byte* there = context_->window->peer_ptr(peer);
   auto write = [&](size_t offset, const void* data, size_t bytes) {
-    if (there) core::copy_bytes(there + base + offset, data, bytes);
-    else context_->window->put(peer, base + offset, data, bytes);
+    if (there) core::copy_bytes(there + offset, data, bytes);
+    else context_->window->put(peer, offset, data, bytes);
   };
   const std::byte* scales = nullptr;
-  const std::byte* x = token_row(token, quantised, scales);
-  if (there) store_row(there + base + block.x + at * format_.x_stride, x, format_.x_bytes);
-  else write(block.x + at * format_.x_stride, x, format_.x_bytes);
-  if (scales) write(block.scales + at * format_.scale_bytes, scales, format_.scale_bytes);
-  for (size_t s = 0; s < args_.side.size(); ++s) write(block.side[s] + at * format_.side_bytes[s], args_.side[s].row(token), format_.side_bytes[s]);
+  const std::byte* x = token_row(token, scales);
+  if (there) store_row(there + target.x + at * format_.x_stride, x, format_.x_bytes);
+  else write(target.x + at * format_.x_stride, x, format_.x_bytes);
+  if (scales) write(target.scales + at * format_.scale_bytes, scales, format_.scale_bytes);
+  if (!args_.side.empty()) {
+    const BlockFormat block = format_.block(target.block_rows, format_.idx_bytes > 0);
+    for (size_t s = 0; s < args_.side.size(); ++s) {
+      write(target.x - block.x + block.side[s] + at * format_.side_bytes[s], args_.side[s].row(token), format_.side_bytes[s]);
+    }
+  }
   if (format_.idx_bytes) {
     int32_t idx[kMaxTopk];
     float weights[kMaxTopk];
     fill_meta(peer, token, idx, format_.weight_bytes ? weights : nullptr);
-    write(block.topk_idx + at * format_.idx_bytes, idx, format_.idx_bytes);
-    if (format_.weight_bytes) write(block.topk_weights + at * format_.weight_bytes, weights, format_.weight_bytes);
+    write(target.topk_idx + at * format_.idx_bytes, idx, format_.idx_bytes);
+    if (format_.weight_bytes) write(target.topk_weights + at * format_.weight_bytes, weights, format_.weight_bytes);
   }
 }
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstring>
 
 #include "turnout/types.h"
@@ -37,9 +38,9 @@ uint64_t fingerprint(const CallFacts& facts) {
     }
     return factors;
   }();
-  const auto values = values_of(facts);
+  const auto values = std::bit_cast<std::array<uint64_t, kNumFacts>>(facts);
   uint64_t sum = 0;
-  for (size_t fact = 0; fact < kNumFacts; ++fact) sum += static_cast<uint64_t>(values[fact]) * kFactors[fact];
+  for (size_t fact = 0; fact < kNumFacts; ++fact) sum += values[fact] * kFactors[fact];
   return sum;
 }
 

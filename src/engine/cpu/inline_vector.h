@@ -22,9 +22,14 @@ class InlineVector {
     return *this;
   }
 
-  void assign(size_t n, T value) {
+  /// The elements have any value.
+  void resize_for_overwrite(size_t n) {
+    size_ = 0;
     reserve(n);
     size_ = n;
+  }
+  void assign(size_t n, T value) {
+    resize_for_overwrite(n);
     std::fill_n(data(), n, value);
   }
   void push_back(T value) {

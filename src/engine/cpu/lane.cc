@@ -3,6 +3,9 @@
 #include "engine/cpu/lane.h"
 
 #include <algorithm>
+#include <cstring>
+#include <new>
+#include <utility>
 
 #include "transport/idler.h"
 #include "util/log.h"
@@ -98,8 +101,12 @@ bool Lane::progress_all() {
     if (call->failure || call->done()) continue;
     try {
       moved |= call->progress();
+    } catch (const std::bad_alloc&) {
+      call->failure = std::make_exception_ptr(TransportError("the process has no memory left for the tables of this call"));
     } catch (...) {
       call->failure = std::current_exception();
+    }
+    if (call->failure) {
       if (!call->failed_together()) stop_peers(*call);
       call->give_up();
       moved = true;
@@ -136,8 +143,10 @@ bool Lane::progress_siblings() {
 }
 
 void Lane::drive(Call& call, Until until) {
+  if (until == Until::done && call.done() && !call.failure) return;
   transport::Window& window = *context_->window;
   transport::Idler idler(window, context_->transport->spin());
+  context_->note_caller();
   std::optional<Patience> patience;  // made at the first look round: most waits end before it
   while (true) {
     const bool moved = progress_all();
@@ -170,6 +179,22 @@ void Lane::fail(Call& call) {
   std::rethrow_exception(why);
 }
 
+int Lane::crossed_lane(int peer) const {
+  const core::BufferLayout& layout = context_->layout;
+  for (Lane* lane : siblings_) {
+    if (lane == this) continue;
+    std::unique_lock lock(lane->mutex, std::try_to_lock);
+    if (!lock.owns_lock()) continue;  // some thread of this rank is in a call there
+    for (int copy = 0; copy < layout.depth; ++copy) {
+      if (context_->window->read(layout.signal(lane->index_, copy, peer, core::BufferLayout::kHeader)) < lane->next_epoch_) continue;
+      Header header;
+      std::memcpy(&header, context_->window->local() + layout.header_at(lane->index_, copy, peer), sizeof header);
+      if (!header.refused) return lane->index_;  // who refuses a call does not wait in it
+    }
+  }
+  return -1;
+}
+
 void Lane::check_patience(const Call& call, Patience& patience) {
   const auto now = Clock::now();
   const auto waited = now - patience.since;
@@ -186,8 +211,10 @@ void Lane::check_patience(const Call& call, Patience& patience) {
     closed = closed && !left;
   }
   // What a peer sent before it left may still be landing: it is given a moment without any progress.
-  if (gone.empty()) patience.gone_since.reset();
+  // When it is over there is one more look: this thread may have slept since the last one.
+  if (gone.empty()) patience.gone_since.reset(), patience.looks_once_more = false;
   else if (!patience.gone_since) patience.gone_since = now;
+  else if (now - *patience.gone_since > kLandingTime && !std::exchange(patience.looks_once_more, true)) return;
   else if (now - *patience.gone_since > kLandingTime) expire(call, waiting, gone, closed ? "closed" : "gone", waited, true);
 
   const auto ranks = static_cast<size_t>(context_->num_ranks);
@@ -205,6 +232,12 @@ void Lane::check_patience(const Call& call, Patience& patience) {
     }
     if (now - patience.beat_at[at] > limits.timeout) silent.push_back(peer);
     else if (waited > (waiting.for_arrival ? limits.busy_timeout : limits.timeout)) late.push_back(peer);
+  }
+  // Ranks whose only thread waits on one lane each, for each other, would not get on for ever.
+  if (waited > limits.timeout && waiting.for_arrival && context_->has_one_caller()) {
+    for (int peer : waiting.peers) {
+      if (crossed_lane(peer) >= 0) expire(call, waiting, {peer}, "busy", waited, false);
+    }
   }
   if (!silent.empty()) expire(call, waiting, silent, "silent", waited, false);
   if (!late.empty()) expire(call, waiting, late, waiting.for_arrival ? "busy" : "alive", waited, false);
@@ -231,6 +264,12 @@ void Lane::expire(const Call& call, const Waiting& waiting, const std::vector<in
   record.peer_state = state;
   std::string text = record.to_string();
   if (!gone) text += "; gave up after " + seconds(waited);
+  for (int peer : peers) {
+    if (const int lane = state == "busy" ? crossed_lane(peer) : -1; lane >= 0) {
+      text += "; rank " + std::to_string(peer) + " has come to a call on lane " + std::to_string(lane) + " instead, which rank " +
+              std::to_string(context_->rank) + " has not made: do the ranks give different lanes?";
+    }
+  }
   if (state == "busy" && waiting.phase == "header") {
     text += "; " + std::string(peers.size() == 1 ? "it has" : "they have") +
             " not made this call. Calls that one thread of a rank issues on several lanes or Buffers must be issued in the same order on all ranks, "

@@ -57,12 +57,15 @@ class Lane {
     Clock::time_point since = Clock::now();  ///< of the last progress
     Clock::time_point reported = since;
     std::optional<Clock::time_point> gone_since;  ///< when some peer was first found gone
+    bool looks_once_more = false;                 ///< has been gone long enough
     std::vector<uint64_t> heartbeats;             ///< when the wait became slow
     std::vector<Clock::time_point> beat_at;       ///< when a heartbeat last moved
   };
   void fail(Call& call);
   void stop_peers(const Call& call);
   bool progress_siblings();
+  /// The lane on which `peer` has come to a call that this rank has not made; -1 if there is none.
+  int crossed_lane(int peer) const;
   void check_patience(const Call& call, Patience& patience);
   [[noreturn]] void expire(const Call& call, const Waiting& waiting, const std::vector<int>& peers, const std::string& state, Clock::duration waited,
                            bool gone);

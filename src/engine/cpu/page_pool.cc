@@ -3,6 +3,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <bit>
 #include <cstdint>
 #include <cstring>
@@ -65,7 +66,12 @@ void* PagePool::allocate(size_t num_bytes) {
     }
     ++mapped_;
   }
-  return map_block(bytes);
+  void* block = map_block(bytes);
+  const auto at = reinterpret_cast<uintptr_t>(block);
+  std::lock_guard lock(mutex_);
+  lowest_.store(std::min(lowest_.load(std::memory_order_relaxed), at), std::memory_order_relaxed);
+  highest_.store(std::max(highest_.load(std::memory_order_relaxed), at + bytes), std::memory_order_relaxed);
+  return block;
 }
 
 void PagePool::deallocate(void* data, size_t num_bytes) noexcept {
@@ -82,7 +88,7 @@ void PagePool::deallocate(void* data, size_t num_bytes) noexcept {
   munmap(data, bytes);
 }
 
-bool PagePool::keeps(const void* data) const {
+bool PagePool::is_free(const void* data) const {
   const auto* at = static_cast<const std::byte*>(data);
   std::lock_guard lock(mutex_);
   for (const auto& [bytes, blocks] : free_) {

@@ -1,6 +1,7 @@
 // The row kernels, written once as loops that the compiler vectorises, and compiled once per instruction set. Everything
 // here has internal linkage. Bits are the same everywhere because every operation is: integer arithmetic, or one IEEE
 // multiply or add at a time (no contraction).
+#include <bit>
 #include <cstring>
 #include <type_traits>
 
@@ -197,25 +198,69 @@ inline void scale_tile(float* acc, float w, int64_t n) {
   for (int64_t i = 0; i < n; ++i) acc[i] = w * acc[i];
 }
 
-/// Two plain bf16 rows to one, the commonest sum: no pass through accumulators.
+/// The code of one bf16 if it is none of a NaN, else the canonical one.
+inline uint16_t canonical_bf16(uint16_t h) { return (h & 0x7FFF) > 0x7F80 ? core::kNanBf16 : h; }
+
+/// One plain bf16 row: every value as it is.
+void copy_bf16(const void* row, int64_t n, void* out) {
+  const auto* x = static_cast<const std::byte*>(row);
+  auto* z = static_cast<std::byte*>(out);
+  for (int64_t i = 0; i < n; ++i) {
+    uint16_t h;
+    std::memcpy(&h, x + 2 * i, sizeof h);
+    h = canonical_bf16(h);
+    std::memcpy(z + 2 * i, &h, sizeof h);
+  }
+}
+
+// A register of words, and what two bf16 in each of them are.
+#if defined(__AVX512BW__)
+constexpr int64_t kRegisterBytes = 64;
+#elif defined(__AVX2__)
+constexpr int64_t kRegisterBytes = 32;
+#else
+constexpr int64_t kRegisterBytes = 16;
+#endif
+using Words [[gnu::vector_size(kRegisterBytes)]] = uint32_t;
+using Halves [[gnu::vector_size(kRegisterBytes)]] = uint16_t;
+using Floats [[gnu::vector_size(kRegisterBytes)]] = float;
+
+/// Two plain bf16 rows to one, the commonest sum. Sums of even and odd elements lie in registers of their own; their halves
+/// are put together before they are rounded, so that one rounding does for two.
 void add_two_bf16(const void* a, const void* b, int64_t n, void* out) {
+  static_assert(std::endian::native == std::endian::little);
+  constexpr int64_t kStep = kRegisterBytes / 2;
   const auto* x = static_cast<const std::byte*>(a);
   const auto* y = static_cast<const std::byte*>(b);
   auto* z = static_cast<std::byte*>(out);
-  for (int64_t i = 0; i < n; ++i) {
+  const uint32_t upper = 0xFFFF0000u;
+  const uint16_t one = 1, half = 0x8000;
+  Words has_nan{};
+  int64_t i = 0;
+  for (; i + kStep <= n; i += kStep) {
+    Words wx, wy;
+    std::memcpy(&wx, x + 2 * i, sizeof wx);
+    std::memcpy(&wy, y + 2 * i, sizeof wy);
+    const Floats even_sum = reinterpret_cast<Floats>(wx << 16) + reinterpret_cast<Floats>(wy << 16);
+    const Floats odd_sum = reinterpret_cast<Floats>(wx & upper) + reinterpret_cast<Floats>(wy & upper);
+    const Words even = reinterpret_cast<Words>(even_sum), odd = reinterpret_cast<Words>(odd_sum);
+    const Halves high = reinterpret_cast<Halves>((odd & upper) | even >> 16), low = reinterpret_cast<Halves>(odd << 16 | (even & ~upper));
+    const Halves up = reinterpret_cast<Halves>((low | (high & one)) > half);  // all ones where the rest is more than half, or half of an odd one
+    const Halves rounded = high - up;
+    const Floats either = even_sum + odd_sum;
+    has_nan |= reinterpret_cast<Words>(either != either);
+    std::memcpy(z + 2 * i, &rounded, sizeof rounded);
+  }
+  for (; i < n; ++i) {
     uint16_t hx, hy;
     std::memcpy(&hx, x + 2 * i, sizeof hx);
     std::memcpy(&hy, y + 2 * i, sizeof hy);
-    const uint32_t bx = static_cast<uint32_t>(hx) << 16, by = static_cast<uint32_t>(hy) << 16;
-    float fx, fy;
-    std::memcpy(&fx, &bx, sizeof fx);
-    std::memcpy(&fy, &by, sizeof fy);
-    const float sum = fx + fy;
-    uint32_t bits;
-    std::memcpy(&bits, &sum, sizeof bits);
-    const uint16_t h = round_bf16(bits);
+    const uint16_t h = round_bf16(core::bits_of(core::float_of(uint32_t{hx} << 16) + core::float_of(uint32_t{hy} << 16)));
     std::memcpy(z + 2 * i, &h, sizeof h);
   }
+  uint32_t any = 0;
+  for (size_t word = 0; word < kRegisterBytes / sizeof(uint32_t); ++word) any |= has_nan[word];
+  if (any) copy_bf16(out, n, out);  // a NaN that was made is quiet, its lower half 0: rounding has left it one
 }
 
 /// Widens a tile to double: fp64 rows as they are, others by way of fp32.
@@ -270,7 +315,9 @@ void sum_rows(const RowRef* terms, const float* weights, int num_terms, DType in
     return;
   }
   if (in_double || in == DType::fp64) return sum_rows_in_double(terms, weights, num_terms, in, hidden, bytes, out_scales, out_dtype);
-  if (num_terms == 2 && !weights && in == DType::bf16 && out_dtype == DType::bf16) return add_two_bf16(terms[0].data, terms[1].data, hidden, out);
+  if (num_terms <= 2 && !weights && in == DType::bf16 && out_dtype == DType::bf16) {
+    return num_terms == 1 ? copy_bf16(terms[0].data, hidden, out) : add_two_bf16(terms[0].data, terms[1].data, hidden, out);
+  }
   alignas(64) float acc[kTile];
   alignas(64) float term[kTile];
   for (int64_t first = 0; first < hidden; first += kTile) {

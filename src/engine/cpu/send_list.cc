@@ -1,6 +1,8 @@
-// Two passes over the ids: count, then fill.
+// Counted, then filled.
 #include "engine/cpu/send_list.h"
 
+#include <algorithm>
+#include <bit>
 #include <cstring>
 
 #include "engine/cpu/block_cache.h"
@@ -10,17 +12,18 @@ namespace turnout::engine {
 
 namespace {
 
+int32_t to_int32(int64_t id) { return static_cast<int32_t>(id); }
+
 void copy_ids(internal::Routing& r, const TensorView& topk_idx) {
   const size_t n = static_cast<size_t>(r.num_tokens) * static_cast<size_t>(r.num_topk);
-  r.topk_idx.resize(n);
-  for (size_t i = 0; i < n; ++i) {
-    r.topk_idx[i] = topk_idx.dtype == DType::i64 ? static_cast<int32_t>(topk_idx.as<const int64_t>()[i]) : topk_idx.as<const int32_t>()[i];
-  }
+  r.topk_idx.resize_for_overwrite(n);
+  if (topk_idx.dtype == DType::i64) std::transform(topk_idx.as<const int64_t>(), topk_idx.as<const int64_t>() + n, r.topk_idx.data(), to_int32);
+  else std::copy_n(topk_idx.as<const int32_t>(), n, r.topk_idx.data());
 }
 
 void copy_weights(internal::Routing& r, const TensorView& topk_weights) {
   const size_t n = static_cast<size_t>(r.num_tokens) * static_cast<size_t>(r.num_topk);
-  r.topk_weights.resize(n);
+  r.topk_weights.resize_for_overwrite(n);
   if (n == 0) return;
   if (topk_weights.dtype == DType::fp32) {
     std::memcpy(r.topk_weights.data(), topk_weights.data, n * sizeof(float));
@@ -30,6 +33,59 @@ void copy_weights(internal::Routing& r, const TensorView& topk_weights) {
     const uint32_t bits = static_cast<uint32_t>(topk_weights.as<const uint16_t>()[i]) << 16;
     std::memcpy(&r.topk_weights[i], &bits, sizeof bits);
   }
+}
+
+/// From counts at send_begin[rank + 1] to where each rank's tokens begin; `next` is where its next one goes.
+void begin_lists(internal::Routing& r, size_t ranks, PerRank<int64_t>& next) {
+  int64_t* const begin = r.send_begin.data();
+  for (size_t rank = 0; rank < ranks; ++rank) begin[rank + 1] += begin[rank];
+  r.send_tokens.resize_for_overwrite(static_cast<size_t>(begin[ranks]));
+  next.append(begin, ranks);
+}
+
+/// A word per token says to which ranks it goes.
+void list_by_masks(internal::Routing& r, size_t ranks) {
+  const auto topk = static_cast<size_t>(r.num_topk);
+  const auto tokens = static_cast<size_t>(r.num_tokens);
+  const int* const owner = r.experts->owners().data();
+  InlineVector<uint64_t, 32> goes_to;
+  goes_to.resize_for_overwrite(tokens);
+  const int32_t* expert = r.topk_idx.data();
+  for (uint64_t& mask : goes_to) {
+    mask = 0;
+    for (const int32_t* const end = expert + topk; expert < end; ++expert) {
+      if (*expert >= 0) mask |= uint64_t{1} << owner[*expert];
+    }
+    for (uint64_t left = mask; left; left &= left - 1) ++r.send_begin[static_cast<size_t>(std::countr_zero(left)) + 1];
+  }
+  PerRank<int64_t> next;
+  begin_lists(r, ranks, next);
+  int64_t* const at = next.data();
+  int32_t* const list = r.send_tokens.data();
+  for (size_t token = 0; token < tokens; ++token) {
+    for (uint64_t left = goes_to[token]; left; left &= left - 1) list[at[std::countr_zero(left)]++] = static_cast<int32_t>(token);
+  }
+}
+
+/// The same for any number of ranks: `last[rank]` is the token last listed for a rank, so it tells whether this one is listed already.
+void list_by_last_token(internal::Routing& r, size_t ranks) {
+  PerRank<int64_t> last, next;
+  const auto for_each_pair = [&](auto&& body) {
+    last.assign(ranks, -1);
+    const int32_t* expert = r.topk_idx.data();
+    for (int64_t token = 0; token < r.num_tokens; ++token) {
+      for (int k = 0; k < r.num_topk; ++k, ++expert) {
+        if (*expert < 0) continue;
+        const auto rank = static_cast<size_t>(r.experts->rank_of(*expert));
+        if (last[rank] == token) continue;
+        last[rank] = token;
+        body(rank, token);
+      }
+    }
+  };
+  for_each_pair([&](size_t rank, int64_t) { ++r.send_begin[rank + 1]; });
+  begin_lists(r, ranks, next);
+  for_each_pair([&](size_t rank, int64_t token) { r.send_tokens[static_cast<size_t>(next[rank]++)] = static_cast<int32_t>(token); });
 }
 
 }  // namespace
@@ -46,28 +102,9 @@ std::shared_ptr<internal::Routing> list_sends(std::shared_ptr<const core::Expert
   if (r.has_weights) copy_weights(r, topk_weights);
 
   const auto ranks = static_cast<size_t>(r.experts->num_ranks());
-  const auto topk = static_cast<size_t>(r.num_topk);
-  // `last[rank]` is the token last listed for a rank: tokens come in order, so it tells whether this one is listed already.
-  PerRank<int64_t> last, next;
   r.send_begin.assign(ranks + 1, 0);
-  const auto for_each_pair = [&](auto&& body) {
-    last.assign(ranks, -1);
-    for (int64_t token = 0; token < num_tokens; ++token) {
-      for (size_t k = 0; k < topk; ++k) {
-        const int32_t e = r.topk_idx[static_cast<size_t>(token) * topk + k];
-        if (e < 0) continue;
-        const auto rank = static_cast<size_t>(r.experts->rank_of(e));
-        if (last[rank] == token) continue;
-        last[rank] = token;
-        body(rank, token);
-      }
-    }
-  };
-  for_each_pair([&](size_t rank, int64_t) { ++r.send_begin[rank + 1]; });
-  for (size_t rank = 0; rank < ranks; ++rank) r.send_begin[rank + 1] += r.send_begin[rank];
-  r.send_tokens.resize(static_cast<size_t>(r.send_begin[ranks]));
-  next.append(r.send_begin.data(), ranks);
-  for_each_pair([&](size_t rank, int64_t token) { r.send_tokens[static_cast<size_t>(next[rank]++)] = static_cast<int32_t>(token); });
+  if (ranks <= 64) list_by_masks(r, ranks);
+  else list_by_last_token(r, ranks);
   return routing;
 }
 

@@ -3,11 +3,21 @@
 
 #include <algorithm>
 #include <chrono>
+#include <string>
+#include <system_error>
+
+#include "util/log.h"
 
 namespace turnout::engine {
 
 ThreadPool::ThreadPool(int num_threads) {
-  for (int i = 1; i < num_threads; ++i) workers_.emplace_back([this] { work(); });
+  try {
+    for (int i = 1; i < num_threads; ++i) workers_.emplace_back([this] { work(); });
+  } catch (const std::system_error& e) {
+    // How many there are is each rank's own affair, and results do not depend on it.
+    util::log(util::LogLevel::warn, "num_threads is " + std::to_string(num_threads) + ", but the system gave " + std::to_string(this->num_threads()) +
+                                        " (" + e.code().message() + "): calls use those");
+  }
 }
 
 ThreadPool::~ThreadPool() {

@@ -59,10 +59,13 @@ struct LaneControl {
   uint32_t epoch[kMaxChannels] = {};
   /// Tickets of a copy: a kernel of the call before zeroes them.
   static constexpr int kNumTickets = 16;
-  uint32_t tickets[16][kNumTickets] = {};  ///< [copy]
-  uint32_t failed = 0;                     ///< epoch of the last call that was refused or that ranks disagreed about: its kernels do nothing
-  uint32_t bad_ids = 0;                    ///< epoch of the last call whose ids were out of range here: it tells its peers
-  uint32_t started[kMaxChannels] = {};     ///< epoch of the last low_latency call in which block b has started
+  static constexpr int kMostCopies = 65;            ///< max_outstanding is at most 64
+  uint32_t tickets[kMostCopies][kNumTickets] = {};  ///< [copy]
+  uint32_t failed = 0;                              ///< epoch of the last call that was refused or that ranks disagreed about: its kernels do nothing
+  uint32_t failed_of[kMostCopies] = {};             ///< [copy] the same, for calls that receive after later ones have been issued
+  uint32_t told = 0;                                ///< epoch of the last call that failed and has left a record of why
+  uint32_t started[kMaxChannels] = {};              ///< epoch of the last low_latency call in which block b has started, or others do its part
+  uint64_t next_look[kMaxRanks] = {};               ///< when somebody looks again at what the host says of a rank
 };
 
 /// Owner and local number of every expert: device memory that set_expert_to_rank() rewrites in stream order.
@@ -123,6 +126,8 @@ struct Common {
   int lane = 0;
   /// The call is the one issued `back` calls ago on its lane (0: the one being issued: its epoch is the word in LaneControl + 1).
   int back = 0;
+  /// Of a call that receives beside later calls: where the kernel that ends the sending part leaves the epoch for it; else null.
+  uint32_t* own_epoch = nullptr;
   bool last_of_send = false;  ///< this kernel ends the sending part: it advances the epoch
   CallFacts facts{};          ///< epoch and generation are filled in on the device
 };

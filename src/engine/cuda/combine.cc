@@ -58,6 +58,7 @@ std::unique_ptr<DevicePending> Engine::combine(const turnout::CombineArgs& args,
   raise_failure();
   const auto stream = static_cast<cudaStream_t>(args.stream.native);
   note_stream(stream);
+  receive_earlier(args.lane, stream);
   auto pending = std::make_unique<PendingCall>(shared_from_this(), args.lane, stream);
   pending->routing = std::static_pointer_cast<const RoutingMemory>(handle);
   CombineArgs& a = pending->combine;
@@ -99,19 +100,68 @@ std::unique_ptr<DevicePending> Engine::combine(const turnout::CombineArgs& args,
 
   LaneState& lane = lanes_[static_cast<size_t>(args.lane)];
   const int sms = args.num_sms > 0 ? args.num_sms : num_sms_;
-  check(launch_combine(a, true, receive_now, receive_now && can_combine_bulk(a) ? bulk_blocks(sms) : blocks(sms), stream), "combine kernel");
+  check(launch_combine(a, true, receive_now, blocks(sms), stream), "combine kernel");
   ++lane.num_sends;
   ++lane.outstanding;
   pending->epoch = lane.num_sends;
   pending->receives_now = receive_now;
   a.common.last_of_send = false;
+  if (!receive_now) pending->stay_open();
   return pending;
+}
+
+PendingCall::~PendingCall() {
+  if (!is_open_) return;  // one that could not be issued goes while the mutex is held
+  std::lock_guard lock(engine_->mutex_);
+  std::erase(engine_->lanes_[static_cast<size_t>(lane)].open, this);
+}
+
+void PendingCall::stay_open() {
+  engine_->lanes_[static_cast<size_t>(lane)].open.push_back(this);
+  is_open_ = true;
+}
+
+/// A copy of staging belongs to every max_outstanding + 1st call. Peers start call n only when this rank has sent its part of call n - 1,
+/// so before that this rank must have received call n - max_outstanding - 1, in whatever order the caller waits.
+void Engine::receive_earlier(int lane, cudaStream_t stream) {
+  LaneState& state = lanes_[static_cast<size_t>(lane)];
+  const std::vector<PendingCall*> open = state.open;
+  for (PendingCall* call : open) {
+    if (call->epoch + static_cast<uint64_t>(config_.max_outstanding) > state.num_sends + 1) continue;
+    call->receive();
+    if (call->stream == stream) continue;
+    cudaEvent_t done = nullptr;
+    check(cudaEventCreateWithFlags(&done, cudaEventDisableTiming), "cudaEventCreate");
+    check(cudaEventRecord(done, call->stream), "cudaEventRecord");
+    check(cudaStreamWaitEvent(stream, done, 0), "cudaStreamWaitEvent");
+    cudaEventDestroy(done);
+  }
+}
+
+void PendingCall::receive() {
+  if (receives_now) return;
+  receives_now = true;
+  Engine::LaneState& state = engine_->lanes_[static_cast<size_t>(lane)];
+  std::erase(state.open, this);
+  const int back = static_cast<int>(state.num_sends - epoch) + 1;
+  dispatch.common.back = combine.common.back = back;
+  if (received) {
+    check(cudaStreamWaitEvent(stream, received, 0), "cudaStreamWaitEvent");
+    cudaEventDestroy(received);
+    received = nullptr;
+  } else if (is_dispatch) {
+    if (!dispatch.cached) check(launch_admit(dispatch, engine_->blocks(32), stream), "admit kernel");
+    check(launch_move(dispatch, false, true, engine_->blocks(dispatch.move_blocks), stream), "move kernel");
+  } else {
+    check(launch_combine(combine, false, true, engine_->blocks(engine_->num_sms_), stream), "combine kernel");
+  }
 }
 
 void PendingCall::join() {
   std::lock_guard lock(engine_->mutex_);
   if (generation != engine_->generation_) throw InvalidArgument("the call was lost in recover()");
   --engine_->lanes_[static_cast<size_t>(lane)].outstanding;
+  receive();
 }
 
 void PendingCall::receive_on(cudaStream_t side) {
@@ -121,8 +171,9 @@ void PendingCall::receive_on(cudaStream_t side) {
   check(cudaEventRecord(sent, stream), "cudaEventRecord");
   check(cudaStreamWaitEvent(side, sent, 0), "cudaStreamWaitEvent");
   cudaEventDestroy(sent);
-  // The epoch has been advanced by the sending part.
+  // Later calls of the lane go on beside this: it takes its epoch from where the sending part left it, and has signals of its own.
   dispatch.common.back = 1;
+  dispatch.flags = reinterpret_cast<uint32_t*>(counters->data() + engine_->num_ranks_ * 8);
   if (!dispatch.cached) check(launch_admit(dispatch, engine_->blocks(32), side), "admit kernel");
   check(launch_move(dispatch, false, true, engine_->blocks(dispatch.move_blocks), side), "move kernel");
   check(cudaEventRecord(received, side), "cudaEventRecord");
@@ -132,15 +183,6 @@ DeviceDispatch PendingCall::finish_dispatch() {
   CurrentDevice current(engine_->device_);
   join();
   DispatchArgs& a = dispatch;
-  if (received) {
-    check(cudaStreamWaitEvent(stream, received, 0), "cudaStreamWaitEvent");
-    cudaEventDestroy(received);
-    received = nullptr;
-  } else if (!receives_now) {
-    a.common.back = static_cast<int>(engine_->lanes_[static_cast<size_t>(lane)].num_sends - epoch) + 1;
-    if (!a.cached) check(launch_admit(a, engine_->blocks(32), stream), "admit kernel");
-    check(launch_move(a, false, true, engine_->blocks(a.move_blocks), stream), "move kernel");
-  }
   DeviceDispatch out;
   struct Keep {
     std::shared_ptr<Hold> result, counters;
@@ -173,10 +215,6 @@ DeviceCombine PendingCall::finish_combine() {
   CurrentDevice current(engine_->device_);
   join();
   CombineArgs& a = combine;
-  if (!receives_now) {
-    a.common.back = static_cast<int>(engine_->lanes_[static_cast<size_t>(lane)].num_sends - epoch) + 1;
-    check(launch_combine(a, false, true, engine_->blocks(engine_->num_sms_), stream), "combine kernel");
-  }
   DeviceCombine out;
   out.memory = result;
   out.x = a.out;

@@ -217,8 +217,10 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
   raise_failure();
   const auto stream = static_cast<cudaStream_t>(args.stream.native);
   note_stream(stream);
+  receive_earlier(args.lane, stream);
   LaneState& lane = lanes_[static_cast<size_t>(args.lane)];
   auto pending = std::make_unique<PendingCall>(shared_from_this(), args.lane, stream);
+  pending->is_dispatch = true;
   DispatchArgs& a = pending->dispatch;
   a = dispatch_args(args, facts, routing);
   if (is_low_latency(a)) {
@@ -273,14 +275,17 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
   }
   // Bulk copies need few SMs where they only send; offers say how many blocks will announce.
   const bool bulk = can_move_bulk(a);
-  if (bulk) a.move_blocks = bulk_blocks(args.num_sms > 0 ? args.num_sms : default_move_sms(a));
+  if (bulk) a.move_blocks = blocks(args.num_sms > 0 ? args.num_sms : default_move_sms(a));
   // Kernels that wait for the ones before them while they hold SMs must not keep out what those wait for: another rank's kernels on
   // this GPU. So only alone on it.
   a.chained = bulk && sharers_ == 1 && !cached && !planned && receive_now;
   if (args.receive == Receive::resident && !receive_now) {
-    pending->counters = std::make_shared<Hold>(shared_, shared_->own, static_cast<size_t>(num_ranks_) * 8, stream);
+    // Counters, then what the receive in the background does not share with later calls: local signals, and the epoch.
+    const size_t bytes = static_cast<size_t>(num_ranks_) * 8 + (kNumFlags + 1) * 4;
+    pending->counters = std::make_shared<Hold>(shared_, shared_->own, bytes, stream);
     a.arrived = reinterpret_cast<int64_t*>(pending->counters->data());
-    check(cudaMemsetAsync(a.arrived, 0, static_cast<size_t>(num_ranks_) * 8, stream), "cudaMemset");
+    a.common.own_epoch = reinterpret_cast<uint32_t*>(a.arrived + num_ranks_) + kNumFlags;
+    check(cudaMemsetAsync(a.arrived, 0, bytes, stream), "cudaMemset");
   }
 
   if (cached) {
@@ -306,6 +311,7 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
     if (!lane.resident) lane.resident = new_stream(device_);
     pending->receive_on(lane.resident.get());
   }
+  pending->stay_open();
   return pending;
 }
 

@@ -196,13 +196,10 @@ Common Engine::common(int lane, const CallFacts& facts, int num_calls_ago, bool 
 }
 
 /// Blocks of a kernel: those asked for, but all ranks of this GPU must fit at once, since they wait for each other.
-int Engine::blocks(int wanted) const { return std::clamp(wanted, 1, std::max(1, std::min(num_sms_ / sharers_, kMaxChannels - kRowChannels))); }
-
-/// The same for kernels whose blocks have an SM to themselves. Where ranks share a GPU, a receive in the background and what the rank
-/// does next must fit beside each other.
-int Engine::bulk_blocks(int wanted) const {
-  const int most = blocks(wanted);
-  return sharers_ > 1 ? std::clamp(wanted, 1, std::max(1, num_sms_ / sharers_ / 2)) : most;
+/// Each may have an SM to itself. So must, on every lane, a receive in the background and what the rank does next.
+int Engine::blocks(int wanted) const {
+  const int share = sharers_ > 1 ? num_sms_ / sharers_ / (2 * config_.num_lanes) : num_sms_;
+  return std::clamp(wanted, 1, std::max(1, std::min(share, kMaxChannels - kRowChannels)));
 }
 
 void Engine::set_experts(const std::vector<int>& expert_to_rank) {
@@ -274,6 +271,7 @@ void Engine::refuse(const CallFacts& facts, int lane, Stream stream) {
   std::lock_guard lock(mutex_);
   if (suspended_) return;  // on all ranks, which need not be told
   note_stream(static_cast<cudaStream_t>(stream.native));
+  receive_earlier(lane, static_cast<cudaStream_t>(stream.native));
   check(launch_hello(common(lane, facts, 0, true), 0, 0, 0, true, static_cast<cudaStream_t>(stream.native)), "hello kernel");
   ++lanes_[static_cast<size_t>(lane)].num_sends;
 }

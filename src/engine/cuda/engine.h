@@ -108,6 +108,7 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
   void refuse(const CallFacts& facts, int lane, Stream stream) override;
   void set_experts(const std::vector<int>& expert_to_rank) override;
   void raise_failure() override;
+  void check_failure() override;
   void synchronize() override;
   void recover() override;
   void stop_waiting() override;
@@ -126,6 +127,7 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
   struct LaneState {
     uint64_t num_sends = 0;  ///< calls issued
     int outstanding = 0;
+    std::vector<PendingCall*> open;         ///< those whose receiving part has yet to be issued on the stream of the lane
     std::shared_ptr<CUstream_st> resident;  ///< of resident receives, once there is one
     uint64_t* chunk_counts = nullptr;
     uint32_t *flags = nullptr, *begins = nullptr;
@@ -135,7 +137,6 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
   /// `num_calls_ago`: how many calls of the lane were issued since.
   Common common(int lane, const CallFacts& facts, int num_calls_ago, bool last_of_send) const;
   int blocks(int wanted) const;
-  int bulk_blocks(int wanted) const;
   std::shared_ptr<RoutingMemory> new_routing(const turnout::DispatchArgs& args, cudaStream_t stream) const;
   void add_receive_side(RoutingMemory& r, int64_t block_rows, int64_t result_rows, int num_topk, bool has_weights, Layout layout,
                         cudaStream_t stream) const;
@@ -154,6 +155,8 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
   void finish_calls(std::string_view what);
   /// Throws: InvalidArgument between suspend() and resume().
   void require_memory() const;
+  /// Before the next call of a lane: what takes its staging copy, or the one after, has been received.
+  void receive_earlier(int lane, cudaStream_t stream);
   [[noreturn]] void throw_abort(const DeviceRecord& own);
 
   Bootstrap& bootstrap_;

@@ -121,9 +121,8 @@ void Engine::throw_record() {
   }
   CurrentDevice current(device_);
   std::string message;
-  if (r.state == 3)
-    message = std::string(static_cast<CallKind>(r.call) == CallKind::combine ? "combine" : "dispatch") + ": refused by rank " +
-              std::to_string(r.peer) + ", whose own error says why";
+  const std::string call = static_cast<CallKind>(r.call) == CallKind::combine ? "combine" : "dispatch";
+  if (r.state == 3) message = call + ": refused by rank " + std::to_string(r.peer) + ", whose own error says why";
   if (r.state == 4) {
     message = "dispatch: topk_idx[" + std::to_string(r.expected) + "][" + std::to_string(r.k) + "] is " + std::to_string(r.value) +
               ", but experts are 0 to " + std::to_string(config_.num_experts - 1) + ", and -1 is none";
@@ -134,10 +133,18 @@ void Engine::throw_record() {
     std::vector<CallFacts> facts;
     for (int s = 0; s < num_ranks_; ++s) {
       std::vector<uint32_t> words_of(arena.header_bytes / 4);
-      check(cudaMemcpyAsync(words_of.data(), shared_->window->local() + arena.header_at(r.lane, copy, s), arena.header_bytes, cudaMemcpyDeviceToHost,
-                            side_stream_),
-            "cudaMemcpy");
-      check(cudaStreamSynchronize(side_stream_), "reading headers");
+      const auto is_here = [&] {  // its first word was enough to see the difference
+        for (int w = 0; w < core::ceil_div(HeaderInts::kRows, kWordPayload); ++w) {
+          if (words_of[static_cast<size_t>(w) * 4 + 3] != static_cast<uint32_t>(r.epoch)) return false;
+        }
+        return true;
+      };
+      for (int tries = 0; tries < 1000 && !is_here(); ++tries) {
+        check(cudaMemcpyAsync(words_of.data(), shared_->window->local() + arena.header_at(r.lane, copy, s), arena.header_bytes,
+                              cudaMemcpyDeviceToHost, side_stream_),
+              "cudaMemcpy");
+        check(cudaStreamSynchronize(side_stream_), "reading headers");
+      }
       std::array<int64_t, HeaderInts::kNumFacts> values;
       for (int i = 0; i < HeaderInts::kNumFacts; ++i) {
         const auto at = [&](int payload) {
@@ -149,7 +156,7 @@ void Engine::throw_record() {
       std::memcpy(static_cast<void*>(&f), values.data(), sizeof f);
       facts.push_back(f);
     }
-    message = "ranks disagree about this call" + disagreement(facts);
+    message = call + ": ranks disagree about this call" + disagreement(facts);
   }
   // One call failed on all ranks; the next ones do not.
   from.state = 0;
@@ -162,13 +169,26 @@ void Engine::raise_failure() {
   if (status > generation_ || (state >= 2 && state != ~uint64_t{0})) throw_record();
 }
 
+/// A rank on which no kernel runs when another gives up has not been told: its host looks itself.
+void Engine::check_failure() {
+  if (!suspended_) {
+    CurrentDevice current(device_);
+    uint64_t status = 0;
+    check(cudaMemcpyAsync(&status, shared_->window->local() + shared_->arena.status, sizeof status, cudaMemcpyDeviceToHost, side_stream_),
+          "cudaMemcpy");
+    check(cudaStreamSynchronize(side_stream_), "reading the status word");
+    if (status > generation_) *static_cast<volatile uint64_t*>(&words_->host()->status) = status;
+  }
+  raise_failure();
+}
+
 void Engine::synchronize() {
-  CurrentDevice current(device_);
   {
+    CurrentDevice current(device_);
     std::lock_guard lock(mutex_);
     finish_calls("synchronize");
   }
-  raise_failure();
+  check_failure();
 }
 
 void Engine::stop_waiting() { *static_cast<volatile uint64_t*>(&words_->host()->abort) = generation_ + 1; }
@@ -199,6 +219,7 @@ void Engine::recover() {
     check(cudaMemcpyAsync(lane_controls_ + l, &fresh, sizeof fresh, cudaMemcpyHostToDevice, side_stream_), "cudaMemcpy");
     check(cudaStreamSynchronize(side_stream_), "writing epochs");
     lanes_[l].outstanding = 0;
+    lanes_[l].open.clear();
   }
   {
     std::lock_guard watch_lock(watch_mutex_);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <new>
+#include <string>
 
 #include "core/math.h"
 #include "transport/device/driver.h"
@@ -169,8 +170,13 @@ Memory::Piece Memory::take(size_t num_bytes, cudaStream_t stream) {
   if (size > (1u << 20)) size = static_cast<size_t>(core::align_up(static_cast<int64_t>(num_bytes), 1 << 20));
   const uint64_t capture = capture_of(stream);
   if (allocator_) {
-    auto* data = static_cast<std::byte*>(allocator_->allocate(num_bytes));
-    if (!data) throw std::bad_alloc();
+    std::byte* data = nullptr;
+    try {
+      data = static_cast<std::byte*>(allocator_->allocate(num_bytes));
+    } catch (const std::bad_alloc&) {
+      // Told below, as what returns null is.
+    }
+    if (!data) throw TransportError("no memory for " + std::to_string(num_bytes) + " bytes of a result: the Allocator had none");
     return {data, num_bytes, stream, capture};
   }
   std::lock_guard lock(mutex_);

@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kThreads, 1) move_kernel(const __grid_constant
   const Call call = call_of(c);
   const int local = a.num_local;
   for (int s = static_cast<int>(threadIdx.x); s <= c.team.num_ranks; s += kThreads) begins[s] = a.routing.recv_begin[s];
-  bool good = __syncthreads_and(!is_over(c, call));
+  bool good = __syncthreads_and(!is_over(c, call) && !(a.cached && is_broken(a.routing)));
   if (good) good = gather_offers(c, call, offers);
   const int64_t first = static_cast<int64_t>(blockIdx.x) * num_warps() + warp_id(), step = static_cast<int64_t>(gridDim.x) * num_warps();
   if (kSend && good) {
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kThreads, 1) move_kernel(const __grid_constant
     }
   }
   __syncthreads();
-  if (kReceive && blockIdx.x == 0 && is_over(c, call)) clear_counts(a);
+  if (kReceive && blockIdx.x == 0 && !a.cached && is_over(c, call)) clear_counts(a);
   if (kSend && c.last_of_send) advance_epoch(c, call.epoch);
 }
 

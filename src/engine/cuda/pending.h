@@ -13,11 +13,20 @@ class PendingCall : public DevicePending {
   DeviceDispatch finish_dispatch() override;
   DeviceCombine finish_combine() override;
   int64_t* arrived() override { return dispatch.arrived; }
+  ~PendingCall() override;
+  PendingCall(const PendingCall&) = delete;
+  PendingCall& operator=(const PendingCall&) = delete;
+  /// Issues the receiving part, if it has not been: at the wait, or earlier where a later call needs the staging of this one.
+  /// REQUIRES: the engine's mutex is held.
+  void receive();
+  /// From now on the lane knows that there is something to receive.
+  void stay_open();
   /// resident: receives on a stream of the engine's, from where the call's stream is now.
   void receive_on(cudaStream_t side);
 
  private:
   std::shared_ptr<Engine> engine_;
+  bool is_open_ = false;
   void join();
 
  public:
@@ -25,7 +34,8 @@ class PendingCall : public DevicePending {
   cudaStream_t stream;
   uint64_t generation;
   uint64_t epoch = 0;  ///< number of the call on its lane
-  bool receives_now = true;
+  bool is_dispatch = false;
+  bool receives_now = true;        ///< the receiving part is issued, if there is one apart from the call
   cudaEvent_t received = nullptr;  ///< resident
   DispatchArgs dispatch{};
   CombineArgs combine{};

@@ -296,6 +296,20 @@ __global__ void __launch_bounds__(kThreads, 1) meta_kernel(const __grid_constant
   }
 }
 
+/// Who refuses waits for the others too, or refusals in a row would overtake a rank that has yet to see the first. Who does not come is
+/// left to the calls that need it: nothing fails here.
+__device__ void await_call(const Common& c, Call call, int rank) {
+  const auto* header = reinterpret_cast<const uint4*>(c.team.base[c.team.rank] + c.arena.header_at(c.lane, call.copy, rank));
+  const uint64_t start = clock_ns();
+  while (load_word(header).w != call.epoch && !is_aborted(c)) {
+    const uint64_t now = clock_ns();
+    if (now - start > c.control->busy_ns) return;
+    if (!may_look(c, rank, now)) continue;
+    const uint64_t abort = *reinterpret_cast<volatile uint64_t*>(&c.host->abort);
+    if (abort > c.control->generation || *reinterpret_cast<volatile uint32_t*>(&c.host->lost[rank]) != 0) return;
+  }
+}
+
 /// Start of a call whose routing is known: facts and offers only. One block. Also how a refused call is told (no offers then).
 __global__ void __launch_bounds__(128, 1)
     hello_kernel(const __grid_constant__ Common c, size_t block, int64_t block_rows, uint32_t channels, bool refused) {
@@ -312,6 +326,7 @@ __global__ void __launch_bounds__(128, 1)
   if (refused) {
     // A peer that has had a header of this call already (exact size) sees it in the offer.
     for (int d = static_cast<int>(threadIdx.x); d < c.team.num_ranks; d += static_cast<int>(blockDim.x)) send_offer(c, call, d, 0, kRefusedOffer, 0);
+    for (int s = static_cast<int>(threadIdx.x); s < c.team.num_ranks; s += static_cast<int>(blockDim.x)) await_call(c, call, s);
   } else {
     for (int d = static_cast<int>(threadIdx.x); d < c.team.num_ranks; d += static_cast<int>(blockDim.x))
       send_offer(c, call, d, block, block_rows, channels);

@@ -10,11 +10,12 @@ __device__ __forceinline__ float weight_at(const CombineArgs& a, int64_t row) {
   return a.weights_are_bf16 ? core::bf16_to_float(static_cast<const uint16_t*>(a.weights)[row]) : static_cast<const float*>(a.weights)[row];
 }
 
-/// Facts and offers of a combine; the block of role 0 exchanges them. The whole block calls it; false: given up.
+/// Facts and offers of a combine; the block of role 0 exchanges them. Nobody writes into a block of a rank that may mean another call.
+/// A routing whose dispatch failed is refused here. The whole block calls it; false: given up.
 __device__ inline bool start_call(const CombineArgs& a, Call call, int role, Offer* offers, FactWords* facts) {
   const Common& c = a.common;
   if (role == 0 && threadIdx.x < LaneControl::kNumTickets) c.lane_control->tickets[(call.copy + 1) % c.arena.depth][threadIdx.x] = 0;
-  if (threadIdx.x == 0 && role == 0) fill_facts(c, call.epoch, false, 0, facts);
+  if (threadIdx.x == 0 && role == 0) fill_facts(c, call.epoch, is_broken(a.routing), 0, facts);
   __syncthreads();
   bool good = true;
   if (role == 0) {
@@ -23,7 +24,7 @@ __device__ inline bool start_call(const CombineArgs& a, Call call, int role, Off
       send_offer(c, call, d, a.block, a.block_rows, 0);
     good = receive_headers(c, call, HeaderInts::kRows, facts, [](int, int, uint32_t) {});
   }
-  return __syncthreads_and(good) && gather_offers(c, call, offers);
+  return __syncthreads_and(good) && (role == 0 || headers_agree(c, call)) && gather_offers(c, call, offers);
 }
 
 /// What a failed call leaves: NaN, or 0 for scalars. `first` and `step` count warps.

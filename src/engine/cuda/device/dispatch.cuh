@@ -11,7 +11,7 @@ __device__ inline void clear_counts(const DispatchArgs& a) {
     if (e < a.num_local) a.routing.expert_counts[e] = 0;
     a.routing.expert_offsets[e] = 0;
   }
-  if (threadIdx.x == 0) *a.routing.num_rows = *a.routing.num_dropped = 0;
+  if (threadIdx.x == 0) *a.routing.num_rows = *a.routing.num_dropped = 0, break_routing(a.routing);
 }
 
 /// Layouts by experts: whether the nth pair of an expert, entry k of received row `row`, is in the result.

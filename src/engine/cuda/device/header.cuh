@@ -43,17 +43,29 @@ __device__ __forceinline__ void send_header(const Common& c, Call call, int num_
   }
 }
 
+__device__ __forceinline__ const uint4* header_from(const Common& c, Call call, int source) {
+  return reinterpret_cast<const uint4*>(c.team.base[c.team.rank] + c.arena.header_at(c.lane, call.copy, source));
+}
+
+/// Until all ranks are in the call, failed or not: a rank that went on to the next ones would soon write where a slow one still reads.
+/// The whole block calls it.
+__device__ __noinline__ inline void wait_for_all(const Common& c, Call call) {
+  for (int s = static_cast<int>(threadIdx.x); s < c.team.num_ranks; s += static_cast<int>(blockDim.x)) {
+    uint4 word;
+    wait_word(c, Phase::counts, s, call.epoch, false, header_from(c, call, s), &word, false);
+  }
+}
+
 /// Receives every rank's header; `take(source, i, value)` gets each payload word. Facts are compared with `mine`. The whole block
-/// calls it; false for a thread whose word did not come or did not agree.
+/// calls it; false if a word did not come or did not agree.
 template <class Take>
 __device__ __forceinline__ bool receive_headers(const Common& c, Call call, int num_ints, const FactWords* mine, Take take) {
   const int words = (num_ints + kWordPayload - 1) / kWordPayload;
   bool good = true;
   for (int i = static_cast<int>(threadIdx.x); good && i < words * c.team.num_ranks; i += static_cast<int>(blockDim.x)) {
     const int source = i / words, w = i % words;
-    const auto* from = reinterpret_cast<const uint4*>(c.team.base[c.team.rank] + c.arena.header_at(c.lane, call.copy, source)) + w;
     uint4 word;
-    good = wait_word(c, Phase::counts, source, call.epoch, false, from, &word);
+    good = wait_word(c, Phase::counts, source, call.epoch, false, header_from(c, call, source) + w, &word);
     if (!good) break;
     const uint32_t p[kWordPayload] = {word.x, word.y, word.z};
     for (int j = 0; j < kWordPayload; ++j) {
@@ -70,9 +82,8 @@ __device__ __forceinline__ bool receive_headers(const Common& c, Call call, int 
         good = false;
       } else if (at < HeaderInts::kRefused && p[j] != mine->words[at]) {
         // The facts themselves lie in the headers: the host makes the table.
-        const auto* second = reinterpret_cast<const uint4*>(c.team.base[c.team.rank] + c.arena.header_at(c.lane, call.copy, source));
         uint4 first_word;
-        if (wait_word(c, Phase::counts, source, call.epoch, false, second, &first_word) && first_word.z == 0) {
+        if (wait_word(c, Phase::counts, source, call.epoch, false, header_from(c, call, source), &first_word) && first_word.z == 0) {
           DeviceRecord r{};
           r.state = 2;
           r.peer = source;
@@ -84,7 +95,23 @@ __device__ __forceinline__ bool receive_headers(const Common& c, Call call, int 
       take(source, at, p[j]);
     }
   }
+  good = __syncthreads_and(good);
+  if (!good) wait_for_all(c, call);
   return good;
+}
+
+/// For blocks that do not receive the headers themselves: whether the first word of each, which says it all, is that of this rank's own.
+/// The block that receives them makes the record. The whole block calls it.
+static_assert(HeaderInts::kHash == 0 && HeaderInts::kRefused == 2, "the first word of a header says it all");
+__device__ inline bool headers_agree(const Common& c, Call call) {
+  bool good = true;
+  for (int s = static_cast<int>(threadIdx.x); good && s < c.team.num_ranks; s += static_cast<int>(blockDim.x)) {
+    uint4 mine{}, theirs{};
+    good = wait_word(c, Phase::counts, s, call.epoch, false, header_from(c, call, s), &theirs) &&
+           wait_word(c, Phase::counts, c.team.rank, call.epoch, false, header_from(c, call, c.team.rank), &mine) && theirs.x == mine.x &&
+           theirs.y == mine.y && theirs.z == 0;
+  }
+  return __syncthreads_and(good);
 }
 
 __device__ __forceinline__ void send_offer(const Common& c, Call call, int rank, size_t block, int64_t rows, uint32_t channels) {

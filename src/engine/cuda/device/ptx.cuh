@@ -205,6 +205,13 @@ __device__ __forceinline__ void bulk_have_read() {
   bulk_wait_read<N>();
 }
 __device__ __forceinline__ void bulk_finish() { bulk_wait<0>(); }
+/// A row into shared memory, and the wait for it: a barrier is for one arrival and used once.
+__device__ __forceinline__ void fetch_init(uint64_t* b) { barrier_init(b, 1); }
+__device__ __forceinline__ void fetch_row(void* shared, const void* global, uint32_t bytes, uint64_t* b) {
+  barrier_expect(b, bytes);
+  bulk_load(shared, global, bytes, b);
+}
+__device__ __forceinline__ void wait_for_fetched(uint64_t* b) { barrier_wait(b, 0); }
 #else
 inline constexpr bool kHasBulk = false;
 __device__ __forceinline__ void bulk_can_read() {}
@@ -213,6 +220,9 @@ __device__ __forceinline__ void bulk_close() {}
 template <int N>
 __device__ __forceinline__ void bulk_have_read() {}
 __device__ __forceinline__ void bulk_finish() {}
+__device__ __forceinline__ void fetch_init(uint64_t*) {}
+__device__ __forceinline__ void fetch_row(void*, const void*, uint32_t, uint64_t*) {}
+__device__ __forceinline__ void wait_for_fetched(uint64_t*) {}
 #endif
 
 }  // namespace turnout::engine::cuda

@@ -1,5 +1,6 @@
 // Rows moved by one warp: any width, any alignment.
 #pragma once
+#include "engine/cuda/args.h"
 #include "engine/cuda/device/ptx.cuh"
 
 namespace turnout::engine::cuda {
@@ -8,6 +9,11 @@ inline constexpr unsigned kFull = 0xffffffffu;
 __device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x % 32); }
 __device__ __forceinline__ int warp_id() { return static_cast<int>(threadIdx.x / 32); }
 __device__ __forceinline__ int num_warps() { return static_cast<int>(blockDim.x / 32); }
+
+/// Whether the dispatch that should have made this routing failed: its tables are not to be used (see break_routing).
+__device__ __forceinline__ bool is_broken(const Routing& r) { return r.recv_begin[0] < 0; }
+/// The host may have issued calls with the handle before it hears of the failure.
+__device__ __forceinline__ void break_routing(const Routing& r) { r.recv_begin[0] = -1; }
 
 /// Widest access that fits both addresses.
 __device__ __forceinline__ int common_alignment(const void* a, const void* b) {

@@ -39,9 +39,19 @@ __device__ inline bool write_record(const Common& c, const DeviceRecord& why) {
   return true;
 }
 
+/// The same for a record that ends the Buffer: it takes the place of one that a single call left and that nobody has read yet.
+__device__ inline bool write_last_record(const Common& c, const DeviceRecord& why) {
+  auto* state = reinterpret_cast<unsigned long long*>(&c.host->record.state);
+  for (unsigned long long was = 0, seen; (seen = atomicCAS_system(state, was, ~0ull)) != was; was = seen) {
+    if (seen == ~0ull || seen == kExpired || seen == kLostPeer) return false;
+  }
+  copy_record(c, why, &c.host->record);
+  return true;
+}
+
 /// A wait has expired: everybody stops. Records come first, then the status words.
 __device__ inline void give_up(const Common& c, const DeviceRecord& why) {
-  const bool first = write_record(c, why);
+  const bool first = write_last_record(c, why);
   const uint64_t next = c.control->generation + 1;
   for (int r = 0; r < c.team.num_ranks; ++r) {
     // Memory of a process that has ended may be gone with it.
@@ -53,11 +63,26 @@ __device__ inline void give_up(const Common& c, const DeviceRecord& why) {
   *reinterpret_cast<volatile uint64_t*>(&c.host->status) = next;
 }
 
+/// Why a call fails. The host may read (and forget) the record while kernels of the call still run, so the first reason of a call is its
+/// only one: another would be raised by the next call.
+__device__ inline void write_reason(const Common& c, const DeviceRecord& why) {
+  const auto epoch = static_cast<uint32_t>(why.epoch);
+  if (atomicExch(&c.lane_control->told, epoch) != epoch) write_record(c, why);
+}
+
 /// This call fails, here as on all other ranks, and the next ones do not: kernels of the call do nothing more.
 __device__ inline void fail_call(const Common& c, const DeviceRecord& why) {
-  write_record(c, why);
-  *reinterpret_cast<volatile uint32_t*>(&c.lane_control->failed) = static_cast<uint32_t>(why.epoch);
+  write_reason(c, why);
+  const auto epoch = static_cast<uint32_t>(why.epoch);
+  *reinterpret_cast<volatile uint32_t*>(&c.lane_control->failed_of[epoch % static_cast<uint32_t>(c.arena.depth)]) = epoch;
+  *reinterpret_cast<volatile uint32_t*>(&c.lane_control->failed) = epoch;
   __threadfence();
+}
+/// Of a call whose receiving part runs behind later calls, the last one that failed may be one of those.
+__device__ __forceinline__ bool has_failed(const Common& c, uint32_t epoch) {
+  if (*reinterpret_cast<const volatile uint32_t*>(&c.lane_control->failed) == epoch) return true;
+  return c.back != 0 &&
+         *reinterpret_cast<const volatile uint32_t*>(&c.lane_control->failed_of[epoch % static_cast<uint32_t>(c.arena.depth)]) == epoch;
 }
 
 struct Call {
@@ -65,18 +90,20 @@ struct Call {
   int copy;
 };
 __device__ __forceinline__ Call call_of(const Common& c) {
-  const uint32_t epoch = c.lane_control->epoch[blockIdx.x % kMaxChannels] + 1 - static_cast<uint32_t>(c.back);
+  const bool own = c.own_epoch && c.back != 0;
+  const uint32_t epoch = own ? *c.own_epoch : c.lane_control->epoch[blockIdx.x % kMaxChannels] + 1 - static_cast<uint32_t>(c.back);
   return {epoch, static_cast<int>(epoch % static_cast<uint32_t>(c.arena.depth))};
 }
 /// Whether nothing should be done: the Buffer is aborted, or the call has failed.
 __device__ __forceinline__ bool is_over(const Common& c, Call call) {
-  const uint32_t failed = *reinterpret_cast<const volatile uint32_t*>(&c.lane_control->failed);  // all loads at once
-  return is_aborted(c) || failed == call.epoch;
+  const bool failed = has_failed(c, call.epoch);  // all loads at once
+  return is_aborted(c) || failed;
 }
 /// At the end of the kernel that ends the sending part of a call. Blocks read their word when they start, and each word is
 /// advanced by one block only; a block that starts late reads words that only it advances if the grid does not exceed them.
 __device__ __forceinline__ void advance_epoch(const Common& c, uint32_t epoch) {
   for (unsigned i = blockIdx.x + threadIdx.x * gridDim.x; i < kMaxChannels; i += blockDim.x * gridDim.x) c.lane_control->epoch[i] = epoch;
+  if (c.own_epoch && blockIdx.x == 0 && threadIdx.x == 0) *c.own_epoch = epoch;
 }
 
 /// Tickets of the call after this one are nobody's now.
@@ -98,30 +125,30 @@ __device__ __forceinline__ int take_role(const Common& c, Call call, int ticket)
 /// A 64-bit signal: the epoch above, a value below.
 __device__ __forceinline__ uint64_t signal_of(uint32_t epoch, uint32_t value) { return static_cast<uint64_t>(epoch) << 32 | value; }
 
+/// Whether this thread looks at what the host says of `peer`: one at a time does, for all that wait for that rank. Host words lie across
+/// PCIe: when every warp that waits reads them, the answers take a millisecond, and this rank is late in the next call.
+__device__ __forceinline__ bool may_look(const Common& c, int peer, uint64_t now) {
+  auto* next = reinterpret_cast<unsigned long long*>(&c.lane_control->next_look[peer]);
+  const unsigned long long due = *reinterpret_cast<const volatile unsigned long long*>(next);
+  return now >= due && atomicCAS(next, due, static_cast<unsigned long long>(now + 10'000)) == due;
+}
+
 /// Polls `ready` until it is true. `seen` (any callable) says what was seen last, for the record.
-/// `inside`: the peer is inside the call already, so `timeout` holds and not `busy_timeout`.
+/// `inside`: the peer is inside the call already, so `timeout` holds and not `busy_timeout`. `if_failed`: a call that has failed ends it.
 template <class Ready, class Seen>
-__device__ __forceinline__ bool wait_until(const Common& c, Phase phase, int peer, uint32_t epoch, bool inside, Ready ready, Seen seen) {
+__device__ __forceinline__ bool wait_until(const Common& c, Phase phase, int peer, uint32_t epoch, bool inside, Ready ready, Seen seen,
+                                           bool if_failed = true) {
   if (ready()) return true;
   const uint64_t start = clock_ns();
   uint64_t next_look = start + 50'000;
-  // Who waits for a block that waits for a peer gives up after that one, which knows the peer.
-  constexpr uint64_t kLater = 100'000'000;
-  const uint64_t limit = (inside ? c.control->timeout_ns : c.control->busy_ns) + (phase == Phase::local_blocks ? kLater : 0);
+  // What other blocks of this rank wait for is a peer: their waits are to expire first, and to name it.
+  const uint64_t more = phase == Phase::local_blocks ? c.control->busy_ns : 0;
+  const uint64_t limit = (inside ? c.control->timeout_ns : c.control->busy_ns) + more;
+  uint32_t lost = 0;
+  bool over = false;
   for (uint32_t i = 1;; ++i) {
     if (ready()) return true;
-    if (i % 64) continue;
-    if (is_aborted(c) || *reinterpret_cast<const volatile uint32_t*>(&c.lane_control->failed) == epoch) return false;
-    const uint64_t now = clock_ns();
-    if (now < next_look) continue;
-    next_look = now + 10'000;  // host words lie across PCIe
-    if (*reinterpret_cast<volatile uint64_t*>(&c.host->abort) > c.control->generation) {
-      store_relaxed(status_of(c, c.team.rank), c.control->generation + 1);
-      *reinterpret_cast<volatile uint64_t*>(&c.host->status) = c.control->generation + 1;
-      return false;
-    }
-    const uint32_t lost = *reinterpret_cast<volatile uint32_t*>(&c.host->lost[peer]);
-    if (lost != 0 || now - start > limit) {
+    if (over) {  // a peer that has done its part may be gone before this block gets to look again
       DeviceRecord r{};
       r.state = lost ? kLostPeer : kExpired;
       r.value = lost;
@@ -133,6 +160,19 @@ __device__ __forceinline__ bool wait_until(const Common& c, Phase phase, int pee
       give_up(c, r);
       return false;
     }
+    if (i % 64) continue;
+    if (is_aborted(c) || (if_failed && has_failed(c, epoch))) return false;
+    const uint64_t now = clock_ns();
+    if (now < next_look) continue;
+    next_look = now + 10'000;
+    const bool looks = may_look(c, peer, now);
+    if (looks && *reinterpret_cast<volatile uint64_t*>(&c.host->abort) > c.control->generation) {
+      store_relaxed(status_of(c, c.team.rank), c.control->generation + 1);
+      *reinterpret_cast<volatile uint64_t*>(&c.host->status) = c.control->generation + 1;
+      return false;
+    }
+    if (looks) lost = *reinterpret_cast<volatile uint32_t*>(&c.host->lost[peer]);
+    over = lost != 0 || now - start > limit;
   }
 }
 
@@ -150,14 +190,15 @@ __device__ __forceinline__ bool wait_signal(const Common& c, Phase phase, int pe
   return came;
 }
 /// Until a flagged word shows the epoch.
-__device__ __forceinline__ bool wait_word(const Common& c, Phase phase, int peer, uint32_t epoch, bool inside, const uint4* p, uint4* word) {
+__device__ __forceinline__ bool wait_word(const Common& c, Phase phase, int peer, uint32_t epoch, bool inside, const uint4* p, uint4* word,
+                                          bool if_failed = true) {
   return wait_until(
       c, phase, peer, epoch, inside,
       [&] {
         *word = load_word(p);
         return word->w == epoch;
       },
-      [&] { return word->w; });
+      [&] { return word->w; }, if_failed);
 }
 /// Until another block of this GPU has got on (acquire). `inside`: that block waits for no peer that may not have come yet.
 __device__ __forceinline__ bool wait_local(const Common& c, uint32_t epoch, const uint32_t* flag, bool inside = true) {

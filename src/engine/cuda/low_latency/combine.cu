@@ -2,6 +2,8 @@
 // and writes the partial sum in flagged words to staging of the source; then it takes tokens of its own and adds what comes back,
 // ranks ascending. A thread owns a unit of 24 channels from the first load to the last store; nothing goes through shared memory.
 // A warp finds the terms of its row itself. The last warp has no units: it keeps the books (masks, scalars, num_lost).
+#include <algorithm>
+
 #include "engine/cuda/device/chunk.cuh"
 #include "engine/cuda/kernels.h"
 #include "engine/cuda/low_latency/format.h"
@@ -17,6 +19,9 @@ inline constexpr int kThreads = kFast ? 320 + 32 : 256;
 /// Entries of a token that a lane holds: 32 or 64 a warp.
 template <bool kFast>
 inline constexpr int kHalvesOf = kFast ? 1 : 2;
+
+/// Shared memory that is not rows of y, at most.
+inline constexpr int kStaticBytes = 2048;
 
 __device__ __forceinline__ int num_unit_threads() { return num_threads() - 32; }
 __device__ __forceinline__ bool is_clerk() { return warp_id() == num_warps() - 1; }
@@ -57,7 +62,10 @@ struct Owed {
     const Common& c = w.a.common;
 #pragma unroll 1
     while (source != c.team.rank) {
-      const int rows = w.begins[source + 1] - w.begins[source], i = at - first;
+      // A source with more tokens than there is staging for refuses the call, but later than this.
+      const Arena& arena = c.arena;
+      const int room = static_cast<int>(arena.ll_tokens) * arena.ll_combine_copies - w.records[source];
+      const int rows = min(w.begins[source + 1] - w.begins[source], room), i = at - first;
       if (i < rows) {
         *n = w.begins[source] + i;
         *to = reinterpret_cast<uint4*>(c.team.base[source] + c.arena.ll_combine_at(c.lane, w.call.copy, 0, w.records[source] + i));
@@ -91,7 +99,7 @@ __device__ __noinline__ void send_for(Work w, int worker) {
     for (int base = 0; base < w.f.units; base += 32) {
       const int unit = base + lane_id();
       uint32_t p[kPayload<kType>];
-      sum_terms<kType, kFast>(w, t, place_of<kType>(w.a, unit, w.f.units, unit < w.f.units), p);
+      sum_terms<kType, kFast>(w, t, false, {}, place_of<kType>(w.a, unit, w.f.units, unit < w.f.units), p);
       send_unit<kType>(w, to, unit, p);
     }
   }
@@ -145,24 +153,36 @@ __device__ __forceinline__ First<kHalves> first_of(const Work& w, const Parts<kH
 
 /// What a warp of units does: partial sums for others, then its own tokens. One loop, so that the code of adding is there once.
 template <DType kType, bool kFast, int kHalves>
-__device__ __forceinline__ bool work_on_units(const Work& w, int worker, First<kHalves> now) {
+__device__ __forceinline__ bool work_on_units(const Work& w, int worker, const Parts<kHalves>& parts, const Fetched& room) {
   const CombineArgs& a = w.a;
+  const int fetching = min(num_warps() - 1, Fetched::kMost);
   Owed owed(w, worker);
   int64_t token = worker;
+  int n = 0;
+  uint4* to = nullptr;
+  bool sends = owed.next(w, &n, &to);
+  Terms<kHalves> asked = ask_terms<kHalves>(a, sends ? n : -1);
+  First<kHalves> now = first_of(w, parts);
+  Terms<kHalves> t = terms_of(a, n, asked);
+  constexpr bool kFetch = kFetches<kType, kFast> && kHasBulk;
+  const bool first_is_fetched = kFetch && sends && fetch(w, t, room, fetching);
+  const bool own_is_fetched = kFetch && token < a.num_tokens && fetch(w, terms_of(a, now.own_row, now.own), room.second(), fetching);
 #pragma unroll 1
-  for (bool sends = true;;) {
-    int n = now.own_row;
-    uint4* to = nullptr;
-    sends = sends && owed.next(w, &n, &to);
+  for (bool first = true;; first = false) {
+    if (!first) {
+      sends = sends && owed.next(w, &n, &to);
+      t = terms_of(a, sends ? n : now.own_row, sends ? ask_terms<kHalves>(a, n) : now.own);
+    }
     if (!sends && token >= a.num_tokens) return true;
-    const Terms<kHalves> t = terms_of(a, n, sends ? ask_terms<kHalves>(a, n) : now.own);
+    if (!sends && first) t = terms_of(a, now.own_row, now.own);
+    const bool is_fetched = sends ? first && first_is_fetched : token == worker && own_is_fetched;
     if (sends && t.mask == 0) continue;  // all of it was dropped: the mask says so
 #pragma unroll 1
     for (int base = warp_id() * 32; base < w.f.units; base += num_unit_threads()) {
       const int unit = base + lane_id();
       const Place place = place_of<kType>(a, unit, w.f.units, unit < w.f.units);
       uint32_t p[kPayload<kType>];
-      if (t.mask) sum_terms<kType, kFast>(w, t, place, p);
+      if (t.mask) sum_terms<kType, kFast>(w, t, is_fetched, sends ? room : room.second(), place, p);
       if (sends) send_unit<kType>(w, to, unit, p);
       else if (!add_unit<kType, kFast>(w, token, now.parts, t.mask, place, unit, p)) return false;
     }
@@ -205,10 +225,10 @@ __device__ __forceinline__ bool keep_books(const Work& w, int64_t token, const P
 
 /// What the clerk does: facts, the books of what is sent, the work of blocks that have not started, the books of tokens.
 template <DType kType, bool kFast, int kHalves>
-__device__ __forceinline__ bool work_on_books(const Work& w, int worker, First<kHalves> now, FactWords* facts) {
+__device__ __forceinline__ bool work_on_books(const Work& w, int worker, const Parts<kHalves>& parts, FactWords* facts) {
   const CombineArgs& a = w.a;
   const Common& c = a.common;
-  if (block() == 0) send_facts(c, w.call, facts);
+  if (block() == 0) send_facts(c, w.call, false, facts);
   if (worker >= 0) {
     int n = 0;
     uint4* to = nullptr;
@@ -217,13 +237,14 @@ __device__ __forceinline__ bool work_on_books(const Work& w, int worker, First<k
   }
 #pragma unroll 1
   for (int b = next_unstarted(c, w.call.epoch, 0, true); b >= 0; b = next_unstarted(c, w.call.epoch, b + 1, false)) {
-    if (b == 0) send_facts(c, w.call, facts);
+    if (!__any_sync(kFull, lane_id() == 0 && take_over(c, b, w.call.epoch))) continue;
+    if (b == 0) send_facts(c, w.call, false, facts);
     if (worker_of(b) >= 0) send_for<kType, kFast>(w, worker_of(b));
   }
   if (!all_agree(c, w.call)) return false;
 #pragma unroll 1
   for (int64_t t = worker; worker >= 0 && t < a.num_tokens; t += num_workers()) {
-    if (t != worker) now = first_of(w, ask_parts<kHalves>(a, t));
+    const First<kHalves> now = first_of(w, t == worker ? parts : ask_parts<kHalves>(a, t));
     if (!keep_books(w, t, now.parts, now.own_row, now.own)) return false;
   }
   return true;
@@ -239,7 +260,9 @@ __device__ void poison(const CombineArgs& a, int worker) {
 }
 
 template <DType kType, bool kFast>
-__global__ void __launch_bounds__(kThreads<kFast>, 1) combine_kernel(const __grid_constant__ CombineArgs a) {
+__global__ void __launch_bounds__(kThreads<kFast>, 1) combine_kernel(const __grid_constant__ CombineArgs a, int num_fetched) {
+  extern __shared__ __align__(128) std::byte memory[];
+  __shared__ uint64_t barriers[2 * Fetched::kMost];
   __shared__ int32_t begins[kMaxRanks + 1], records[kMaxRanks], sent[kMaxRanks], send_offset[kMaxRanks + 1];
   __shared__ FactWords facts;
   constexpr int kHalves = kHalvesOf<kFast>;
@@ -254,18 +277,29 @@ __global__ void __launch_bounds__(kThreads<kFast>, 1) combine_kernel(const __gri
     send_offset[s] = a.routing.send_offset[s];
     if (s < ranks) records[s] = a.routing.record_begin[s], sent[s] = a.routing.sent[s];
   }
+  if (thread() < 2 * Fetched::kMost) {
+    fetch_init(barriers + thread());
+    bulk_can_read();
+  }
   const Call call = start.call;
-  bool good = !__syncthreads_or(start.over);
+  const bool over = __syncthreads_or(start.over);
+  // A routing whose dispatch failed is refused.
+  bool good = !over && begins[0] >= 0;
   if (good) {
     const Work w{a, call, PartialFormat::of(a.hidden, kElement<kType>, a.num_topk, a.has_side), begins, records, sent, send_offset};
-    const First<kHalves> first = first_of(w, parts);
-    if (clerk) good = work_on_books<kType, kFast>(w, worker, first, &facts);
-    else if (worker >= 0) good = work_on_units<kType, kFast>(w, worker, first);
-    good = __syncthreads_and(good);
-    if (block() == 0) {
-      const bool heard = receive_headers(c, call, HeaderInts::kRows, &facts, [](int, int, uint32_t) {});
-      good = __syncthreads_and(heard) && good;
+    if (clerk) {
+      good = work_on_books<kType, kFast>(w, worker, parts, &facts);
+    } else if (worker >= 0) {
+      const int32_t bytes = static_cast<int32_t>(a.hidden) * kElement<kType>;
+      good = work_on_units<kType, kFast>(w, worker, parts, Fetched{memory, barriers, bytes, num_fetched});
     }
+  } else if (!over && clerk && block() == 0) {
+    send_facts(c, call, true, &facts);
+  }
+  good = __syncthreads_and(good);
+  if (!over && block() == 0) {
+    const bool heard = receive_headers(c, call, HeaderInts::kRows, &facts, [](int, int, uint32_t) {});
+    good = __syncthreads_and(heard) && good;
   }
   if (!good && worker >= 0) poison(a, worker);
   __syncthreads();
@@ -280,16 +314,25 @@ cudaError_t launch(const CombineArgs& a, int blocks, cudaStream_t stream) {
   const int units = PartialFormat::of(a.hidden, kElement<kType>, a.num_topk, false).units;
   const int wanted = static_cast<int>(core::align_up(units, 32)) + 32;
   const auto threads = [&](int most) { return wanted < 128 ? 128 : wanted > most ? most : wanted; };
+  int device = 0, most = 0;
+  if (const cudaError_t bad = cudaGetDevice(&device)) return bad;
+  if (const cudaError_t bad = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) return bad;
+  const int64_t row = a.hidden * kElement<kType>, room = (most - kStaticBytes) / (2 * row);
+  const int rows = kFetches<kType, true> ? static_cast<int>(std::min<int64_t>({room, a.num_topk, Fetched::kMost})) : 0;
   if (bits % 16 == 0 && a.hidden % kUnitChunk == 0 && a.num_topk <= 32)
-    combine_kernel<kType, true><<<blocks, threads(kThreads<true>), 0, stream>>>(a);
-  else combine_kernel<kType, false><<<blocks, threads(kThreads<false>), 0, stream>>>(a);
+    combine_kernel<kType, true><<<blocks, threads(kThreads<true>), static_cast<size_t>(2 * rows * row), stream>>>(a, rows);
+  else combine_kernel<kType, false><<<blocks, threads(kThreads<false>), 0, stream>>>(a, 0);
   return cudaGetLastError();
 }
 template <DType kType>
 cudaError_t load() {
   cudaFuncAttributes unused;
-  const cudaError_t bad = cudaFuncGetAttributes(&unused, combine_kernel<kType, true>);
-  return bad ? bad : cudaFuncGetAttributes(&unused, combine_kernel<kType, false>);
+  int device = 0, most = 0;
+  if (const cudaError_t bad = cudaGetDevice(&device)) return bad;
+  if (const cudaError_t bad = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) return bad;
+  if (const cudaError_t bad = cudaFuncSetAttribute(combine_kernel<kType, true>, cudaFuncAttributeMaxDynamicSharedMemorySize, most - kStaticBytes))
+    return bad;
+  return cudaFuncGetAttributes(&unused, combine_kernel<kType, false>);
 }
 
 }  // namespace

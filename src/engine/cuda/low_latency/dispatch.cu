@@ -12,20 +12,22 @@ namespace {
 
 constexpr int kMostThreads = 512;
 
-/// The tokens of worker `worker` to the other ranks. Rows stay in shared memory, the last num_own of them.
+/// The tokens of worker `worker` to the other ranks. Rows stay in shared memory, the last num_own of them. Returns have_started().
 template <bool kPlain>
-__device__ __forceinline__ void send_tokens(const Work& w, int worker, const Early& early, int32_t* own_place, bool mine) {
+__device__ __forceinline__ bool send_tokens(const Work& w, int worker, const Early& early, int32_t* own_place, bool mine) {
   int j = 0;
+  bool all = false;
 #pragma unroll 1
   for (int64_t token = worker; token < w.a.num_tokens; token += w.workers, ++j) {
     const int buffer = j % w.plan.num_own;
     std::byte* row = mine ? w.own_row(buffer) : w.received_row(0);
     prepare_token<kPlain>(w.a, w.f, w.t, w.token, token, early, j == 0 && mine && early.is_there, row,
-                          &own_place[mine ? buffer : SharedPlan::kMostOwn]);
-    send_row(w.a, w.f, w.token, w.call, row);
-    if (mine) write_routing(w.a, w.t, w.token, token);
+                          &own_place[mine ? buffer : SharedPlan::kMostOwn], [&] { all = have_started(w.a.common, w.call.epoch); });
+    send_row<kPlain>(w.a, w.f, w.token, w.call, row);
+    if (mine) write_routing(w.a, w.t, w.token, kPlain && !w.a.cached ? meta_of(w.a, w.f, row).pair : w.token->pair, token);
     __syncthreads();
   }
+  return j > 0 ? all : have_started(w.a.common, w.call.epoch);
 }
 
 /// The rows that stay on this rank.
@@ -41,7 +43,8 @@ __device__ __forceinline__ void lay_out_own(const Work& w, const Early& early, i
       bulk_have_read<0>();
       __syncthreads();
       prepare_token<kPlain>(w.a, w.f, w.t, w.token, w.worker + static_cast<int64_t>(j) * w.workers, early, false, w.own_row(buffer),
-                            &own_place[buffer]);
+                            &own_place[buffer], [] {});
+      __syncthreads();
     }
     const int i = own_place[buffer];
     if (i >= 0 && i < room) lay_out<kPlain>(w, w.own_row(buffer), me, w.m->begins[me] + i);
@@ -118,11 +121,11 @@ __device__ void clear_counts(const DispatchArgs& a) {
     if (e < a.num_local) a.routing.expert_counts[e] = 0;
     a.routing.expert_offsets[e] = 0;
   }
-  if (thread() == 0) *a.routing.num_rows = *a.routing.num_dropped = 0;
+  if (thread() == 0) *a.routing.num_rows = *a.routing.num_dropped = 0, break_routing(a.routing);
 }
 
 template <bool kPlain>
-__global__ void __launch_bounds__(kMostThreads, 1) dispatch_kernel(const __grid_constant__ DispatchArgs a) {
+__global__ void __launch_bounds__(kMostThreads, 1) dispatch_kernel(const __grid_constant__ DispatchArgs a, const __grid_constant__ SharedPlan plan, const __grid_constant__ RowFormat f) {
   extern __shared__ __align__(128) std::byte memory[];
   __shared__ Token token;
   __shared__ Admission admission;
@@ -130,33 +133,29 @@ __global__ void __launch_bounds__(kMostThreads, 1) dispatch_kernel(const __grid_
   __shared__ int32_t own_place[SharedPlan::kMostOwn + 1], laid[kMaxRanks];
   const Common& c = a.common;
   const int workers = num_workers(), worker = worker_of(block());
-  const RowFormat f = RowFormat::of(a);
-  const SharedPlan plan = SharedPlan::of(a, workers);
 
-  // Everything that depends on nothing is asked for first, what is needed first last.
+  // Everything that depends on nothing is asked for first, what is needed first first.
+  const Tables t = tables_at(a, plan, memory);
+  const Start start = start_of(c);
+  const int first_owner = thread() < c.num_experts ? __ldg(c.owner + thread()) : 0,
+            first_local = thread() < c.num_experts ? __ldg(c.local + thread()) : 0;
   Early early{};
   const bool some = worker >= 0 && worker < a.num_tokens;
   early.is_there = kPlain && some;
   if constexpr (kPlain) {
+    if (!a.cached) {
+      early.mine = ask_entries(a, worker, some);
+      early.other = ask_entries(a, thread(), thread() < (block() == 0 ? static_cast<int>(a.num_tokens) : worker));
+      if (some) early.weight = weight_of(a, static_cast<int64_t>(worker) * a.num_topk + min(lane_id(), a.num_topk - 1));
+    }
     const auto* x = reinterpret_cast<const uint4*>(a.x + worker * a.x_stride);
     const auto num = static_cast<int>(source_bytes(a) / 16);
 #pragma unroll
-    for (int j = 0; j < 2; ++j) early.x[j] = load_stream_if(some && thread() + j * num_threads() < num, x + thread() + j * num_threads());
+    for (int j = 0; j < 2; ++j) early.x[j] = load_stream_if(early.is_there && thread() + j * num_threads() < num, x + thread() + j * num_threads());
+    if (some && !a.cached) clear_places(a, &token, meta_of(a, f, memory), &own_place[0]);
+    if (block() == 0 && !a.cached) clear_counters(a, t);
   }
-  const Tables t = tables_at(a, plan, memory);
-  const int first_owner = thread() < c.num_experts ? __ldg(c.owner + thread()) : 0,
-            first_local = thread() < c.num_experts ? __ldg(c.local + thread()) : 0;
-  const Start start = start_of(c);
   const Call call = start.call;
-  if constexpr (kPlain) {
-    if (some && !a.cached) {
-      const int64_t i = static_cast<int64_t>(worker) * a.num_topk + min(thread(), a.num_topk - 1);
-      early.id = id_of(a, i);
-      early.weight = weight_of(a, i);
-#pragma unroll
-      for (int j = 0; j < Early::kIds; ++j) early.ids[j] = entry_of(a, thread() + j * num_threads(), worker * 8);
-    }
-  }
 #pragma unroll 1
   for (int e = thread(); e < c.num_experts; e += num_threads()) {
     const bool first = e == thread();
@@ -167,14 +166,14 @@ __global__ void __launch_bounds__(kMostThreads, 1) dispatch_kernel(const __grid_
   for (int s = thread(); s < c.team.num_ranks; s += num_threads()) laid[s] = 0;
   const Work w{a, call, f, plan, t, &token, &admission, memory, laid, worker, workers};
 
-  if (!__syncthreads_or(start.over)) {
+  if (!__syncthreads_or(start.over || (a.cached && is_broken(a.routing)))) {
     const HeaderItems items(a);
     uint4 seen{};
     send_for_all(
         c, call.epoch,
         [&](int b) {
-          if (b == 0) send_counts(a, t, call, &facts);
-          if (worker_of(b) >= 0) send_tokens<kPlain>(w, worker_of(b), early, own_place, b == block());
+          if (b == 0) send_counts<kPlain>(a, t, call, early, kPlain && b == block() && !a.cached, &facts);
+          return worker_of(b) >= 0 ? send_tokens<kPlain>(w, worker_of(b), early, own_place, b == block()) : have_started(c, call.epoch);
         },
         [&] {
           if (!a.cached) seen = items.peek(c, call, thread());
@@ -233,9 +232,10 @@ int ll_dispatch_blocks(const DispatchArgs& a, int num_sms) {
 
 cudaError_t launch_ll_dispatch(const DispatchArgs& a, int blocks, cudaStream_t stream) {
   const low_latency::SharedPlan plan = low_latency::SharedPlan::of(a, blocks > 1 ? blocks - 1 : 1);
+  const RowFormat f = RowFormat::of(a);
   const int threads = low_latency::threads_for(a);
-  if (low_latency::is_plain(a)) low_latency::dispatch_kernel<true><<<blocks, threads, static_cast<size_t>(plan.num_bytes), stream>>>(a);
-  else low_latency::dispatch_kernel<false><<<blocks, threads, static_cast<size_t>(plan.num_bytes), stream>>>(a);
+  if (low_latency::is_plain(a)) low_latency::dispatch_kernel<true><<<blocks, threads, static_cast<size_t>(plan.num_bytes), stream>>>(a, plan, f);
+  else low_latency::dispatch_kernel<false><<<blocks, threads, static_cast<size_t>(plan.num_bytes), stream>>>(a, plan, f);
   return cudaGetLastError();
 }
 

@@ -94,9 +94,12 @@ __device__ __forceinline__ void lay_out(const Work& w, const std::byte* row, int
   if (a.arrived && thread() == 0) ++w.laid[s];
   const int k = thread();
   if constexpr (kPlain && kHasBulk) {
-    if (k >= a.num_topk) return;
-    const int at = place(w, row, s, n, k);
-    if (at >= 0) {
+    // A thread takes long to ask for a copy, and those of a warp do so one after the other: one of each warp.
+    if (lane_id() != 0) return;
+#pragma unroll 1
+    for (int j = warp_id(); j < a.num_topk; j += num_warps()) {
+      const int at = place(w, row, s, n, j);
+      if (at < 0) continue;
       bulk_put(a.out_x + at * a.out_stride, row, static_cast<uint32_t>(a.x_bytes));
       if (a.scale_bytes) bulk_put(a.out_scales + at * a.scale_bytes, row + w.f.scales, static_cast<uint32_t>(a.scale_bytes));
     }

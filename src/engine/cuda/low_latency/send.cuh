@@ -13,6 +13,7 @@ struct Token {
   int32_t pair[kMaxTopk];  ///< earlier pairs of the same expert
   int32_t row[kMaxTopk];   ///< place in the list of that destination
   float weight[kMaxTopk];
+  uint32_t remote;         ///< of a plain token: the k's with a key that is another rank
 };
 struct Meta {  // of a row, where RowFormat::meta says
   int32_t* id;
@@ -24,13 +25,51 @@ __device__ __forceinline__ Meta meta_of(const DispatchArgs& a, const RowFormat& 
   return {p, p + a.num_topk, reinterpret_cast<float*>(p + 2 * a.num_topk)};
 }
 
-/// What is loaded before anything else is known: of the first token of a block. `is_there` is the same in all threads.
+/// The entries of a token as they are in memory, eight at most: asked for first and looked at later.
+struct Entries {
+  static constexpr int kMost = 8;
+  uint32_t words[kMost];
+};
+/// Zeros if not wanted. Of 64-bit ids the lower halves, or (kUpper) the upper ones.
+template <bool kUpper = false>
+__device__ __forceinline__ Entries ask_entries(const DispatchArgs& a, int64_t token, bool wanted) {
+  constexpr int kMost = Entries::kMost;
+  Entries e;
+  if (a.num_topk == kMost && reinterpret_cast<uintptr_t>(a.topk_idx) % 16 == 0) {
+    const auto* p = static_cast<const uint4*>(a.topk_idx) + token * (a.ids_are_64 ? 4 : 2);
+    if (a.ids_are_64) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const uint4 v = load_stream_if(wanted, p + j);
+        e.words[2 * j] = kUpper ? v.y : v.x, e.words[2 * j + 1] = kUpper ? v.w : v.z;
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const uint4 v = load_stream_if(wanted, p + j);
+        e.words[4 * j] = v.x, e.words[4 * j + 1] = v.y, e.words[4 * j + 2] = v.z, e.words[4 * j + 3] = v.w;
+      }
+    }
+  } else {
+    const int shift = a.ids_are_64 ? 1 : 0;
+    const uint32_t* p = static_cast<const uint32_t*>(a.topk_idx) + (token * a.num_topk << shift) + (kUpper ? 1 : 0);
+#pragma unroll
+    for (int k = 0; k < kMost; ++k) e.words[k] = wanted && k < a.num_topk ? __ldg(p + (k << shift)) : 0;
+  }
+  return e;
+}
+/// Entry `k`; -1: none, -2: no expert. Block 0 alone looks at the upper halves, too.
+__device__ __forceinline__ int entry_of(const DispatchArgs& a, const Entries& e, int k) {
+  const int id = static_cast<int>(e.words[k]);
+  return k >= a.num_topk ? -1 : static_cast<uint32_t>(id + 1) <= static_cast<uint32_t>(a.common.num_experts) ? id : -2;
+}
+
+/// What is loaded before anything else is known: of the first token of a block, and of those before it. `is_there` is the same in all
+/// threads.
 struct Early {
-  static constexpr int kIds = 3;
   uint4 x[2];
-  int32_t ids[kIds];  ///< of earlier tokens, as count_earlier_plain goes through them
-  int32_t id;         ///< of the entry whose number is this thread's
-  float weight;
+  Entries mine, other;  ///< the token's, and those of the token whose number is this thread's
+  float weight;         ///< of the entry whose number is this lane's
   bool is_there;
 };
 
@@ -146,37 +185,76 @@ __device__ __noinline__ void build_row(const DispatchArgs& a, RowFormat f, int64
   }
 }
 
-/// Entry `i` of all tokens, eight a token, of which num_topk are there; -1: none.
-__device__ __forceinline__ int entry_of(const DispatchArgs& a, int i, int end) {
-  return i < end && i % 8 < a.num_topk ? id_of(a, i / 8 * a.num_topk + i % 8) : -1;
-}
-/// Tokens before `token` that go where it goes, and their pairs with its experts. Eight lanes look at an earlier token, each at one
-/// entry.
-__device__ __forceinline__ void count_earlier_plain(const DispatchArgs& a, const Tables& t, Token* s, int token, const Early& early, bool use_early) {
-  const int topk = a.num_topk, end = token * 8;
-  int id[8];
+/// Places of a token with eight entries at most, ranks in the bits of a word: each thread looks at one earlier token. Adds to `pair` and
+/// `s->row`, which are 0. The last warp writes the rest of `s`, and ids and weights to `m`.
+__device__ __forceinline__ void find_places_plain(const DispatchArgs& a, const Tables& t, Token* s, int64_t token, const Early& early, bool use_early,
+                                                  const Meta& m) {
+  constexpr int kMost = Entries::kMost;
+  const Entries mine = use_early ? early.mine : ask_entries(a, token, true);
+  int id[kMost], dest[kMost];
 #pragma unroll
-  for (int k = 0; k < 8; ++k) id[k] = k < topk && s->id[k] >= 0 ? s->id[k] : -3;
-#pragma unroll 1
-  for (int base = warp_id() * 32, round = 0; base < end; base += num_threads(), ++round) {
-    const int known = round == 0 ? early.ids[0] : round == 1 ? early.ids[1] : early.ids[2];
-    const int other = use_early && round < Early::kIds ? known : entry_of(a, base + lane_id(), end);
-    uint32_t same = 0, ranks = other >= 0 ? 1u << t.owner[other] : 0;
-#pragma unroll
-    for (int k = 0; k < 8; ++k) same |= (other == id[k] ? 1u : 0u) << k;
-#pragma unroll 1
-    for (; same; same &= same - 1) atomicAdd(&s->pair[__ffs(same) - 1], 1);
-#pragma unroll
-    for (int d = 1; d < 8; d *= 2) ranks |= __shfl_xor_sync(kFull, ranks, d);
-#pragma unroll 1
-    for (int k = 0; k < topk; ++k) {
-      const int key = s->key[k];
-      if (key < 0) continue;
-      const int n = __popc(__ballot_sync(kFull, ranks >> key & 1)) / 8;
-      if (lane_id() == 0 && n) atomicAdd(&s->row[k], n);
-    }
+  for (int k = 0; k < kMost; ++k) {
+    id[k] = entry_of(a, mine, k);
+    dest[k] = id[k] >= 0 ? t.owner[id[k]] : -1;
   }
+  if (warp_id() * 32 < token) {
+    uint32_t found[kMost] = {};  // pairs below, rows above
+#pragma unroll 1
+    for (int64_t u = thread(); u - lane_id() < token; u += num_threads()) {
+      const Entries e = use_early && u == thread() ? early.other : ask_entries(a, u, u < token);
+      uint32_t ranks = 0;
+      int other[kMost];
+#pragma unroll
+      for (int j = 0; j < kMost; ++j) {
+        other[j] = u < token ? entry_of(a, e, j) : -1;
+        ranks |= other[j] >= 0 ? 1u << t.owner[other[j]] : 0;
+      }
+#pragma unroll
+      for (int k = 0; k < kMost; ++k) {
+        uint32_t n = 0;
+#pragma unroll
+        for (int j = 0; j < kMost; ++j) n += other[j] == id[k] ? 1 : 0;
+        if (id[k] >= 0) found[k] += n | (ranks >> dest[k] & 1) << 16;
+      }
+    }
+    uint32_t sum = 0;
+#pragma unroll
+    for (int k = 0; k < kMost; ++k) {
+      const uint32_t all = __reduce_add_sync(kFull, found[k]);
+      sum = lane_id() == k ? all : sum;
+    }
+    if (sum & 0xffff) atomicAdd(&m.pair[lane_id()], static_cast<int>(sum & 0xffff));
+    if (sum >> 16) atomicAdd(&s->row[lane_id()], static_cast<int>(sum >> 16));
+  }
+  if (warp_id() != num_warps() - 1) return;
+  const int k = lane_id();
+  int my_id = -1, my_dest = -1, same = 0;
+  bool first = true;
+#pragma unroll
+  for (int j = 0; j < kMost; ++j) {
+    if (j == k) my_id = id[j], my_dest = dest[j];
+  }
+#pragma unroll
+  for (int j = 0; j < kMost; ++j) {
+    if (j < k && id[j] == my_id) ++same;
+    if (j < k && dest[j] == my_dest) first = false;
+  }
+  const bool goes = my_id >= 0 && first;
+  const uint32_t remote = __ballot_sync(kFull, goes && my_dest != a.common.team.rank);
+  if (k == 0) s->remote = remote;
+  if (k >= a.num_topk) return;
+  s->id[k] = m.id[k] = my_id < 0 ? -1 : my_id;
+  s->weight[k] = m.weight[k] = use_early ? early.weight : weight_of(a, token * a.num_topk + k);
+  s->key[k] = goes ? my_dest : -2;
+  if (my_id >= 0 && same) atomicAdd(&m.pair[k], same);
 }
+/// Before find_places_plain(), and a barrier.
+__device__ __forceinline__ void clear_places(const DispatchArgs& a, Token* s, const Meta& m, int32_t* own_row) {
+  const int k = thread();
+  if (k == 0) *own_row = -1;
+  if (k < a.num_topk) s->row[k] = m.pair[k] = 0;
+}
+
 /// The same for any number of experts and ranks: a warp looks at one earlier token, a lane at one of its entries (and the 32nd after it).
 __device__ __forceinline__ void count_earlier(const DispatchArgs& a, const Tables& t, Token* s, int token) {
   const int topk = a.num_topk;
@@ -202,8 +280,7 @@ __device__ __forceinline__ void count_earlier(const DispatchArgs& a, const Table
 }
 
 /// Routing of a token into `s`: ids, places. Of a known routing it is read.
-template <bool kPlain>
-__device__ __forceinline__ void find_places(const DispatchArgs& a, const Tables& t, Token* s, int64_t token, const Early& early, bool use_early) {
+__device__ __forceinline__ void find_places(const DispatchArgs& a, const Tables& t, Token* s, int64_t token) {
   const int topk = a.num_topk, k = thread();
   const int64_t i = token * topk + k;
   if (a.cached) {
@@ -217,9 +294,9 @@ __device__ __forceinline__ void find_places(const DispatchArgs& a, const Tables&
     return;
   }
   if (k < topk) {
-    const int id = use_early ? early.id : id_of(a, i);
+    const int id = id_of(a, i);
     s->id[k] = id < 0 ? -1 : id;
-    s->weight[k] = use_early ? early.weight : weight_of(a, i);
+    s->weight[k] = weight_of(a, i);
   }
   __syncthreads();  // also for the tables of experts
   if (k < topk) {
@@ -238,12 +315,11 @@ __device__ __forceinline__ void find_places(const DispatchArgs& a, const Tables&
     s->row[k] = 0;
   }
   __syncthreads();
-  if constexpr (kPlain) count_earlier_plain(a, t, s, static_cast<int>(token), early, use_early);
-  else count_earlier(a, t, s, static_cast<int>(token));
+  count_earlier(a, t, s, static_cast<int>(token));
 }
 
 /// What the source keeps of a token's routing.
-__device__ __forceinline__ void write_routing(const DispatchArgs& a, const Tables& t, const Token* s, int64_t token) {
+__device__ __forceinline__ void write_routing(const DispatchArgs& a, const Tables& t, const Token* s, const int32_t* pair, int64_t token) {
   const int k = thread();
   if (a.cached || k >= a.num_topk) return;
   const int64_t i = token * a.num_topk + k;
@@ -253,46 +329,65 @@ __device__ __forceinline__ void write_routing(const DispatchArgs& a, const Table
   r.dest[i] = id >= 0 ? t.owner[id] : -1;
   if (a.has_weights) r.topk_weights[i] = s->weight[k];
   r.send_index[i] = s->key[k] >= 0 ? s->row[k] : -1;
-  r.pair_index[i] = id >= 0 ? s->pair[k] : -1;
+  r.pair_index[i] = id >= 0 ? pair[k] : -1;
   if (s->key[k] == a.common.team.rank) r.own_tokens[s->row[k]] = static_cast<int32_t>(token);
 }
 
 /// Builds the row of `token` in shared memory; `own_row` (shared) becomes its place in this rank's own list, -1 if it does not
-/// stay here. The whole block calls it, with everything else in shared memory at rest.
-template <bool kPlain>
+/// stay here. The whole block calls it, with everything else in shared memory at rest, and synchronises before it reads `own_row`.
+/// `meanwhile()` asks for something.
+template <bool kPlain, class Meanwhile>
 __device__ __forceinline__ void prepare_token(const DispatchArgs& a, const RowFormat& f, const Tables& t, Token* s, int64_t token, const Early& early,
-                                              bool use_early, std::byte* row, int32_t* own_row) {
-  if (thread() == 0) *own_row = -1;
-  find_places<kPlain>(a, t, s, token, early, use_early);
+                                              bool use_early, std::byte* row, int32_t* own_row, Meanwhile meanwhile) {
+  const int k = thread();
+  const Meta m = meta_of(a, f, row);
+  const bool plain = kPlain && !a.cached;
+  if (plain) {
+    if (!use_early) {
+      clear_places(a, s, m, own_row);
+      __syncthreads();
+    }
+    find_places_plain(a, t, s, token, early, use_early, m);
+  } else {
+    if (k == 0) *own_row = -1;
+    find_places(a, t, s, token);
+  }
+  meanwhile();
   if constexpr (kPlain) build_row_plain(a, f, token, early, use_early, row);
   else build_row(a, f, token, row);
   bulk_can_read();
   __syncthreads();
-  const int k = thread();
-  if (k < a.num_topk) {
-    if (s->key[k] == a.common.team.rank) *own_row = s->row[k];
-    if (!a.cached) {
-      const Meta m = meta_of(a, f, row);
-      m.id[k] = s->id[k];
-      m.pair[k] = s->pair[k];
-      m.weight[k] = s->weight[k];
-    }
+  if (k < a.num_topk && s->key[k] == a.common.team.rank) *own_row = s->row[k];
+  if (plain) return;
+  if (k < a.num_topk && !a.cached) {
+    m.id[k] = s->id[k];
+    m.pair[k] = s->pair[k];
+    m.weight[k] = s->weight[k];
   }
+  const unsigned remote = __ballot_sync(kFull, k < min(a.num_topk, 32) && s->key[k] >= 0 && s->key[k] != a.common.team.rank);
+  if (k == 0) s->remote = remote;
   __syncthreads();
 }
 
 /// To all ranks but this one.
+template <bool kPlain>
 __device__ __forceinline__ void send_row(const DispatchArgs& a, const RowFormat& f, const Token* s, Call call, const std::byte* row) {
   const Common& c = a.common;
-#pragma unroll 1
-  for (int k = 0; k < a.num_topk; ++k) {
-    const int d = s->key[k];
-    if (d < 0 || d == c.team.rank) continue;
-    auto* to = reinterpret_cast<uint4*>(c.team.base[d] + c.arena.ll_dispatch_at(c.lane, call.copy, c.team.rank, s->row[k]));
+  const auto send = [&](int k) {
+    auto* to = reinterpret_cast<uint4*>(c.team.base[s->key[k]] + c.arena.ll_dispatch_at(c.lane, call.copy, c.team.rank, s->row[k]));
 #pragma unroll 1
     for (int w = thread(); w < f.num_words; w += num_threads()) {
       const uint32_t* p = reinterpret_cast<const uint32_t*>(row) + kWordPayload * w;
       store_word(to + w, uint4{p[0], p[1], p[2], call.epoch});
+    }
+  };
+  if constexpr (kPlain) {
+#pragma unroll 1
+    for (uint32_t left = s->remote; left; left &= left - 1) send(__ffs(static_cast<int>(left)) - 1);
+  } else {
+#pragma unroll 1
+    for (int k = 0; k < a.num_topk; ++k) {
+      if (s->key[k] >= 0 && s->key[k] != c.team.rank) send(k);
     }
   }
 }
@@ -304,22 +399,11 @@ __device__ __forceinline__ int wide_id_of(const DispatchArgs& a, int64_t i) {
   return fits ? id : -2;
 }
 
-/// Facts and counts to all ranks, this one included.
-__device__ inline void send_counts(const DispatchArgs& a, const Tables& t, Call call, FactWords* facts) {
+/// Counts the pairs of each expert in t.before and the rows to each rank in t.scratch. Returns where an id is no expert, -1: nowhere.
+__device__ inline int count_all(const DispatchArgs& a, const Tables& t) {
   const Common& c = a.common;
   const int ranks = c.team.num_ranks, topk = a.num_topk, tokens = static_cast<int>(a.num_tokens);
-  if (thread() == num_threads() - 1) fill_facts(c, call.epoch, false, a.num_tokens, facts);
-  if (a.cached) {
-    __syncthreads();
-    send_header(c, call, HeaderInts::kRows, [&](int, int i) { return facts->words[i]; });
-    return;
-  }
   int32_t* rows = t.scratch;
-#pragma unroll 1
-  for (int i = thread(); i < ranks; i += num_threads()) rows[i] = 0;
-#pragma unroll 1
-  for (int i = thread(); i < ranks * c.max_local; i += num_threads()) t.before[i] = 0;
-  __syncthreads();
   int bad = -1;  // where an id is no expert
 #pragma unroll 1
   for (int base = warp_id() * 32; base < tokens; base += num_threads()) {
@@ -347,6 +431,62 @@ __device__ inline void send_counts(const DispatchArgs& a, const Tables& t, Call 
       for (; high; high &= high - 1) atomicAdd(&rows[63 + __ffsll(static_cast<long long>(high))], 1);
     }
   }
+  return bad;
+}
+/// The same of plain tokens: a thread looks at one of them, at the first before it knows anything else.
+__device__ __forceinline__ int count_all_plain(const DispatchArgs& a, const Tables& t, const Early& early, bool use_early) {
+  const Common& c = a.common;
+  int bad = -1;
+#pragma unroll 1
+  for (int64_t u = thread(); u - lane_id() < a.num_tokens; u += num_threads()) {
+    const Entries e = use_early && u == thread() ? early.other : ask_entries(a, u, u < a.num_tokens);
+    const Entries upper = a.ids_are_64 ? ask_entries<true>(a, u, u < a.num_tokens) : Entries{};
+    uint32_t ranks = 0;
+#pragma unroll
+    for (int k = 0; k < Entries::kMost; ++k) {
+      int id = u < a.num_tokens ? entry_of(a, e, k) : -1;
+      if (id != -2 && a.ids_are_64 && u < a.num_tokens && k < a.num_topk && static_cast<int>(upper.words[k]) != id >> 31) id = -2;
+      if (id == -2) bad = static_cast<int>(u) * kMaxTopk + k;
+      if (id < 0) continue;
+      const int owner = t.owner[id];
+      atomicAdd(&t.before[owner * c.max_local + t.local[id]], 1);
+      ranks |= 1u << owner;
+    }
+#pragma unroll 1
+    for (int r = 0; r < c.team.num_ranks; ++r) {
+      const int n = __popc(__ballot_sync(kFull, ranks >> r & 1));
+      if (lane_id() == 0 && n) atomicAdd(&t.scratch[r], n);
+    }
+  }
+  return bad;
+}
+/// Before counting, and a barrier.
+__device__ __forceinline__ void clear_counters(const DispatchArgs& a, const Tables& t) {
+  const int ranks = a.common.team.num_ranks;
+#pragma unroll 1
+  for (int i = thread(); i < ranks; i += num_threads()) t.scratch[i] = 0;
+#pragma unroll 1
+  for (int i = thread(); i < ranks * a.common.max_local; i += num_threads()) t.before[i] = 0;
+}
+
+/// Facts and counts to all ranks, this one included.
+template <bool kPlain>
+__device__ __forceinline__ void send_counts(const DispatchArgs& a, const Tables& t, Call call, const Early& early, bool use_early, FactWords* facts) {
+  const Common& c = a.common;
+  const int ranks = c.team.num_ranks, topk = a.num_topk;
+  if (thread() == num_threads() - 1) fill_facts(c, call.epoch, false, a.num_tokens, facts);
+  if (a.cached) {
+    __syncthreads();
+    send_header(c, call, HeaderInts::kRows, [&](int, int i) { return facts->words[i]; });
+    return;
+  }
+  if (!use_early) {
+    clear_counters(a, t);
+    __syncthreads();
+  }
+  int bad;
+  if constexpr (kPlain) bad = count_all_plain(a, t, early, use_early);
+  else bad = count_all(a, t);
   if (bad >= 0) {
     const int64_t i = static_cast<int64_t>(bad / kMaxTopk) * topk + bad % kMaxTopk;
     decltype(HostWords::record) r{};
@@ -356,13 +496,13 @@ __device__ inline void send_counts(const DispatchArgs& a, const Tables& t, Call 
     r.expected = bad / kMaxTopk;
     r.k = bad % kMaxTopk;
     r.value = a.ids_are_64 ? static_cast<const int64_t*>(a.topk_idx)[i] : static_cast<const int32_t*>(a.topk_idx)[i];
-    write_record(c, r);
+    write_reason(c, r);
   }
   const bool refused = __syncthreads_or(bad >= 0);
   send_header(c, call, HeaderInts::experts(ranks) + c.max_local, [&](int rank, int i) -> uint32_t {
     if (i == HeaderInts::kRefused) return refused;
     if (i < HeaderInts::kRows) return facts->words[i];
-    if (i < HeaderInts::experts(ranks)) return static_cast<uint32_t>(rows[i - HeaderInts::kRows]);
+    if (i < HeaderInts::experts(ranks)) return static_cast<uint32_t>(t.scratch[i - HeaderInts::kRows]);
     return static_cast<uint32_t>(t.before[rank * c.max_local + i - HeaderInts::experts(ranks)]);
   });
   __syncthreads();

@@ -21,7 +21,7 @@ __device__ __forceinline__ int worker_of(int block_index) { return num_blocks() 
 struct Expired {
   uint32_t claimed;
   int32_t phase, peer;
-  uint32_t seen;
+  uint32_t seen, lost;  ///< lost: the peer will not come (kGone, kClosed)
 };
 __device__ __forceinline__ Expired& expired() {
   __shared__ Expired e;
@@ -32,24 +32,30 @@ __device__ __forceinline__ Expired& expired() {
 template <class Ready, class Seen>
 __device__ __forceinline__ bool wait_for(const Common& c, Phase phase, int peer, uint32_t epoch, bool inside, Ready ready, Seen seen) {
   uint64_t start = 0, next_look = 0;
+  uint32_t lost = 0;
+  bool over = false;
 #pragma unroll 1
   for (uint32_t i = 0;; ++i) {
     if (ready()) return true;
+    if (over) {  // it has not come since either
+      if (atomicExch(&expired().claimed, 1u) == 0) expired() = {1, static_cast<int32_t>(phase), peer, static_cast<uint32_t>(seen()), lost};
+      return false;
+    }
     if (i % 64 != 63) continue;
     if (is_aborted(c) || *reinterpret_cast<const volatile uint32_t*>(&c.lane_control->failed) == epoch) return false;
+    if (*reinterpret_cast<const volatile uint32_t*>(&expired().claimed)) return false;  // by another warp of this block
     const uint64_t now = clock_ns();
     if (start == 0) start = now, next_look = now + 50'000;
     if (now < next_look) continue;
-    next_look = now + 10'000;  // host words lie across PCIe
-    if (*reinterpret_cast<volatile uint64_t*>(&c.host->abort) > c.control->generation) {
+    next_look = now + 10'000;
+    const bool looks = may_look(c, peer, now);
+    if (looks && *reinterpret_cast<volatile uint64_t*>(&c.host->abort) > c.control->generation) {
       store_relaxed(status_of(c, c.team.rank), c.control->generation + 1);
       *reinterpret_cast<volatile uint64_t*>(&c.host->status) = c.control->generation + 1;
       return false;
     }
-    if (now - start > (inside ? c.control->timeout_ns : c.control->busy_ns)) {
-      if (atomicExch(&expired().claimed, 1u) == 0) expired().phase = static_cast<int32_t>(phase), expired().peer = peer, expired().seen = seen();
-      return false;
-    }
+    if (looks) lost = *reinterpret_cast<volatile uint32_t*>(&c.host->lost[peer]);
+    over = lost != 0 || now - start > (inside ? c.control->timeout_ns : c.control->busy_ns);
   }
 }
 __device__ __forceinline__ bool wait_for_word(const Common& c, Phase phase, int peer, uint32_t epoch, bool inside, const uint4* p, uint4* word) {
@@ -68,7 +74,8 @@ __device__ __forceinline__ void clear_expired() {
 __device__ __forceinline__ void tell_expired(const Common& c, uint32_t epoch) {
   if (thread() != 0 || expired().claimed == 0) return;
   decltype(HostWords::record) r{};
-  r.state = 1;
+  r.state = expired().lost ? kLostPeer : kExpired;
+  r.value = expired().lost;
   r.peer = expired().peer;
   r.phase = expired().phase;
   r.epoch = r.expected = epoch;
@@ -95,6 +102,9 @@ __device__ __forceinline__ Start start_of(const Common& c) {
   return {call, over && is_over(c, call)};
 }
 
+/// Whether this thread's block does the sending part of block `b`, which has not started; of all that could, one does. Where few SMs are
+/// free a call would otherwise be sent once by every block.
+__device__ __forceinline__ bool take_over(const Common& c, int b, uint32_t epoch) { return atomicExch(&c.lane_control->started[b], epoch) != epoch; }
 __device__ __forceinline__ bool has_started(const Common& c, int b, uint32_t epoch) {
   return *reinterpret_cast<const volatile uint32_t*>(&c.lane_control->started[b]) == epoch;
 }
@@ -121,18 +131,23 @@ __device__ __forceinline__ int next_unstarted(const Common& c, uint32_t epoch, i
   return -1;
 }
 
-/// For a block: calls `send(b)` for itself and then for those that have not started. `meanwhile()` asks for what comes next, while
-/// the answer to who has started is on its way. One loop, so that the code of sending is there once.
+/// Of a thread: whether the blocks that it looks at have started.
+__device__ __forceinline__ bool have_started(const Common& c, uint32_t epoch) {
+  bool all = true;
+#pragma unroll 1
+  for (int i = thread(); i < num_blocks(); i += num_threads()) all = has_started(c, i, epoch) && all;
+  return all;
+}
+/// For a block: calls `send(b)` for itself and then for those that have not started. It may say what have_started() said some time
+/// after its start, so that the answer needs not be waited for. `meanwhile()` asks for what comes next. One loop, so that the code of
+/// sending is there once.
 template <class Send, class Meanwhile>
 __device__ __forceinline__ void send_for_all(const Common& c, uint32_t epoch, Send send, Meanwhile meanwhile) {
   int next = 0;
 #pragma unroll 1
   for (int b = block();;) {
-    send(b);
+    const bool all = send(b);
     if (b == block()) {
-      bool all = true;
-#pragma unroll 1
-      for (int i = thread(); i < num_blocks(); i += num_threads()) all = has_started(c, i, epoch) && all;
       meanwhile();
       if (!__syncthreads_or(!all)) return;
       __shared__ int found;
@@ -147,7 +162,7 @@ __device__ __forceinline__ void send_for_all(const Common& c, uint32_t epoch, Se
       ++next;
     }
     // From here on all blocks in doubt are served; one that has started since sends the same.
-    while (next < num_blocks() && !__syncthreads_or(thread() == 0 && !has_started(c, next, epoch))) ++next;
+    while (next < num_blocks() && !__syncthreads_or(thread() == 0 && !has_started(c, next, epoch) && take_over(c, next, epoch))) ++next;
     if (next >= num_blocks()) break;
     b = next;
   }
@@ -159,9 +174,9 @@ __device__ __forceinline__ const uint4* header_words(const Common& c, Call call,
 }
 
 /// The header of a call without counts, by one warp.
-__device__ __forceinline__ void send_facts(const Common& c, Call call, FactWords* facts) {
+__device__ __forceinline__ void send_facts(const Common& c, Call call, bool refused, FactWords* facts) {
   constexpr int kNum = (HeaderInts::kRows + kWordPayload - 1) / kWordPayload;
-  if (lane_id() == 0) fill_facts(c, call.epoch, false, 0, facts);
+  if (lane_id() == 0) fill_facts(c, call.epoch, refused, 0, facts);
   __syncwarp();
 #pragma unroll 1
   for (int i = lane_id(); i < kNum * c.team.num_ranks; i += 32) {

@@ -242,7 +242,7 @@ __device__ __forceinline__ int block_sum(int v) {
 /// From counts to places. False: given up.
 __device__ inline bool admit(const DispatchArgs& a, Call call, const RowFormat& f, const Tables& t, Admission* m) {
   const int ranks = a.common.team.num_ranks, local = a.num_local, most_local = a.common.max_local;
-  if (thread() == 0) {
+  if (thread() == num_threads() - 1) {  // whose warp has least to do below
     int asked = 0;
     m->begins[0] = 0;
 #pragma unroll 1
@@ -268,7 +268,7 @@ __device__ inline bool admit(const DispatchArgs& a, Call call, const RowFormat& 
     t.total[e] = run;
     t.admitted[e] = slab && run > a.capacity ? static_cast<int32_t>(a.capacity) : run;
     if (slab) t.offset[e] = static_cast<int32_t>(e * a.capacity);
-    full += padded(run, a.alignment);
+    if (!slab) full += padded(run, a.alignment);
   }
   if (slab) {
     if (thread() == 0) t.offset[local] = static_cast<int32_t>(local * a.capacity);

@@ -62,26 +62,74 @@ __device__ __forceinline__ T entry_of(const T (&v)[kHalves], int k) {
   else return __shfl_sync(kFull, k < 32 ? v[0] : v[1], k % 32);
 }
 
-/// Sum of the terms of a row, a unit of it, rounded. The whole warp calls it. All loads of a batch come before their first use.
+/// Terms that are added. A row of rank_major is its rank's partial already.
+template <int kHalves>
+__device__ __forceinline__ uint64_t terms_to_add(const CombineArgs& a, const Terms<kHalves>& t) {
+  return a.layout == Layout::rank_major ? t.mask & (~t.mask + 1) : t.mask;
+}
+
+/// Whether rows of y may come to shared memory. Those of fp32 are long, and the code of adding them has no registers to spare.
+template <DType kType, bool kFast>
+inline constexpr bool kFetches = kFast && kType != DType::fp32;
+
+/// Rows of y in shared memory: those of the first row that a block sends, and those of its first token. All are asked for before the
+/// first is needed; stores to other ranks hold up loads that come after them, but not these.
+struct Fetched {
+  static constexpr int kMost = 8;  ///< rows of a set
+  std::byte* rows;
+  uint64_t* barriers;
+  int32_t row_bytes, num;  ///< num: rows that a set has room for
+
+  __device__ Fetched second() const { return {rows + num * row_bytes, barriers + kMost, row_bytes, num}; }
+};
+/// Asks for the terms of a row; false: they are too many, or there are none. Every warp of units calls it.
+template <int kHalves>
+__device__ __forceinline__ bool fetch(const Work& w, const Terms<kHalves>& t, const Fetched& to, int num_fetching) {
+  if constexpr (!kHasBulk) return false;
+  const uint64_t all = terms_to_add(w.a, t);
+  if (all == 0 || __popcll(static_cast<long long>(all)) > to.num) return false;
+  int i = 0;
+#pragma unroll 1
+  for (uint64_t left = all; left; left &= left - 1, ++i) {
+    if (i % num_fetching != warp_id()) continue;
+    const int64_t row = entry_of(t.row, __ffsll(static_cast<long long>(left)) - 1);
+    if (lane_id() == 0) fetch_row(to.rows + i * to.row_bytes, w.a.y + row * w.a.y_stride, static_cast<uint32_t>(to.row_bytes), to.barriers + i);
+  }
+  return true;
+}
+
+/// Sum of the terms of a row, a unit of it, rounded. `fetched`: where they are, if fetch() has said so. The whole warp calls it. All loads of a batch come before their first use.
 /// -0 + x is x for every x, so a sum may start there.
 template <DType kType, bool kFast, int kHalves>
-__device__ __forceinline__ void sum_terms(const Work& w, const Terms<kHalves>& t, const Place& place, uint32_t* out) {
-  constexpr int kBatch = !kFast ? 1 : kType == DType::fp32 ? 1 : 6;
+__device__ __forceinline__ void sum_terms(const Work& w, const Terms<kHalves>& t, bool is_fetched, const Fetched& fetched, const Place& place, uint32_t* out) {
+  constexpr int kBatch = !kFast || kType == DType::fp32 ? 1 : kHasBulk ? 4 : 6;  // what can be fetched need not be in registers
   const CombineArgs& a = w.a;
   float sum[kUnit];
 #pragma unroll
   for (int i = 0; i < kUnit; ++i) sum[i] = -0.0f;
-  // A row of rank_major is its rank's partial already.
-  uint64_t left = a.layout == Layout::rank_major ? t.mask & (~t.mask + 1) : t.mask;
+  uint64_t left = terms_to_add(a, t);
+  int first = 0;
+#pragma unroll 1
   while (left) {
     uint32_t raw[kBatch][kPayload<kType>];
     uint64_t rest = left;
+    if (kFetches<kType, kFast> && kHasBulk && is_fetched) {
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      const int k = rest ? __ffsll(static_cast<long long>(rest)) - 1 : 0;
-      const int64_t row = entry_of(t.row, k);
-      load_unit<kType, kFast>(rest != 0, a.y + row * a.y_stride, place, raw[j]);
-      rest &= rest - 1;
+      for (int j = 0; j < kBatch; ++j) {
+        if (!rest) continue;
+        rest &= rest - 1;
+        wait_for_fetched(fetched.barriers + first);
+        copy_unit<kType>(fetched.rows + first * fetched.row_bytes, place, raw[j]);
+        ++first;
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        const int k = rest ? __ffsll(static_cast<long long>(rest)) - 1 : 0;
+        const int64_t row = entry_of(t.row, k);
+        load_unit<kType, kFast>(rest != 0, a.y + row * a.y_stride, place, raw[j]);
+        rest &= rest - 1;
+      }
     }
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {

@@ -81,6 +81,21 @@ __device__ __forceinline__ void load_unit(bool wanted, const std::byte* y, const
   }
 }
 
+/// The same of a row in shared memory, which is aligned.
+template <DType kType>
+__device__ __forceinline__ void copy_unit(const std::byte* row, const Place& place, uint32_t* packed) {
+  constexpr int kLoads = kElement<kType> / 2;
+#pragma unroll
+  for (int j = 0; j < 3; ++j) {
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const uint4 v = place.left[j] > 0 ? *reinterpret_cast<const uint4*>(row + place.at[j] + i * 16) : uint4{};
+      uint32_t* to = packed + (j * kLoads + i) * 4;
+      to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+    }
+  }
+}
+
 /// Rounds a unit to the type of the wire and of the result; NaN is canonical.
 template <DType kType>
 __device__ __forceinline__ void round_unit(const float* sum, uint32_t* out) {

@@ -69,13 +69,14 @@ __global__ void __launch_bounds__(kThreads, 1) bulk_combine_kernel(const __grid_
   __shared__ Shared sh;
   const Common& c = a.common;
   const Call call = call_of(c);
-  if (set_up(a, p, sh, call)) {
+  const bool started = set_up(a, p, sh, call);
+  if (started) {
     if (warp_id() == kScout) Scout(a, p, sh, call).run();
     else if (warp_id() == kLoader) Loader(a, p, sh, ring, call).run();
     else if (warp_id() == kAnnouncer) announce(a, sh, call);
     else Summer<kBf16, kEach>(a).run(p, sh, ring);
   }
-  if (__syncthreads_or(is_over(c, call))) {
+  if (__syncthreads_or(!started || is_over(c, call))) {
     poison(a, static_cast<int64_t>(blockIdx.x) * num_warps() + warp_id(), static_cast<int64_t>(gridDim.x) * num_warps());
   }
   __syncthreads();

@@ -61,7 +61,7 @@ __device__ __noinline__ void tell_bad_ids(const DispatchArgs& a, Step step, uint
     r.expected = i / a.num_topk;
     r.k = static_cast<int32_t>(i % a.num_topk);
     r.value = id;
-    write_record(a.common, r);
+    write_reason(a.common, r);
   }
 }
 

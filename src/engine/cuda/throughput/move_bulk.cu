@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kThreads, 1) bulk_move_kernel(const __grid_con
   }
   if (a.chained) wait_for_previous();
   __syncthreads();
-  if (kReceive && blockIdx.x == 0 && is_over(c, call)) clear_counts(a);
+  if (kReceive && blockIdx.x == 0 && !a.cached && is_over(c, call)) clear_counts(a);
   if (kSend && c.last_of_send) advance_epoch(c, call.epoch);
 #endif
 }

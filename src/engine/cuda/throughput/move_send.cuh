@@ -42,7 +42,7 @@ __device__ inline bool set_up(const DispatchArgs& a, Shared& sh, Call call) {
   const int thread = static_cast<int>(threadIdx.x);
   bool good = true;
   if (!a.chained) {
-    if (!__syncthreads_and(!is_over(c, call))) return false;
+    if (!__syncthreads_and(!is_over(c, call) && !(a.cached && is_broken(a.routing)))) return false;
     for (int d = thread; d <= c.team.num_ranks; d += kThreads) {
       sh.begins[d] = __ldcg(&a.routing.recv_begin[d]);
       if (d < c.team.num_ranks) sh.begin[d] = __ldcg(&a.routing.send_begin[d]);
