@@ -210,8 +210,8 @@ struct Chunks {  // those of a block, ascending
   int list[kMaxChunks], num, ticket;
 };
 
-/// Returns whether the last of them had an id out of range. Takes and counts chunks until there are no more, and not just one: where few SMs are free the other blocks may not have started, and
-/// this one will wait for what the last chunk brings.
+/// Returns whether the last of them had an id out of range. Takes and counts chunks until there are no more, and not just one: where few SMs are free
+/// the other blocks may not have started, and this one will wait for what the last chunk brings.
 __device__ bool take_chunks(const DispatchArgs& a, const Shared& s, Chunks* chunks, int num_groups, Call call) {
   const int all = num_chunks(a.num_tokens);
   uint32_t* counter = &a.common.lane_control->tickets[call.copy][kChunkTicket];
