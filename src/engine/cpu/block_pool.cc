@@ -67,6 +67,21 @@ size_t BlockPool::largest_gap() const {
   return largest;
 }
 
+size_t BlockPool::largest_gap_with(std::vector<Block> more) const {
+  {
+    std::lock_guard lock(mutex_);
+    more.insert(more.end(), gaps_.begin(), gaps_.end());
+  }
+  std::sort(more.begin(), more.end(), [](const Block& a, const Block& b) { return a.offset < b.offset; });
+  size_t largest = 0, begin = 0, end = 0;
+  for (const Block& gap : more) {
+    if (gap.offset != end) begin = gap.offset;
+    end = gap.offset + gap.num_bytes;
+    largest = std::max(largest, end - begin);
+  }
+  return largest;
+}
+
 BlockPool::Block BlockPool::cut(std::vector<Block>::iterator gap, size_t num_bytes) {
   const Block block{gap->offset, num_bytes};
   gap->offset += num_bytes;

@@ -33,6 +33,8 @@ class BlockPool {
   size_t num_bytes() const { return num_bytes_; }
   size_t bytes_free() const;
   size_t largest_gap() const;
+  /// The same if `more` were given back.
+  size_t largest_gap_with(std::vector<Block> more) const;
 
  private:
   Block cut(std::vector<Block>::iterator gap, size_t num_bytes);

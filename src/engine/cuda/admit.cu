@@ -32,7 +32,7 @@ struct Received {  // ids, positions and weights as the sources put them into th
 };
 __device__ __forceinline__ Received received(const DispatchArgs& a) {
   const std::byte* block = a.common.team.base[a.common.team.rank] + a.block;
-  const BlockOffsets offsets = block_offsets(a, a.block_rows);
+  const BlockOffsets offsets = block_offsets(a, a.block_rows, a.total_rows);
   return {reinterpret_cast<const int32_t*>(block + offsets.idx), reinterpret_cast<const int32_t*>(block + offsets.pair),
           reinterpret_cast<const float*>(block + offsets.weights)};
 }

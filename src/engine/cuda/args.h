@@ -165,10 +165,12 @@ struct DispatchArgs {
   int64_t x_bytes = 0, scale_bytes = 0, x_block_stride = 0;
 
   // The block that peers write, `block_rows` rows, at `block` of the own arena. Exact size: ranks differ in their rows, and so in
-  // the offsets of what lies behind x: whoever writes takes them from the rows that were offered (block_offsets).
+  // the offsets of what lies behind x: whoever writes takes them from the rows that were offered (block_offsets). Where the region
+  // lacks room for all `total_rows`, the ids of all come at once, and the rows in rounds: in round i those from i * block_rows on.
   size_t block = 0;
-  int64_t block_rows = 0;
-  int64_t first_row = 0;  ///< exact, in rounds: rows of a destination before this one went in earlier rounds
+  int64_t block_rows = 0, total_rows = 0;
+  int round = 0;
+  uint32_t room = 0;  ///< exact: what the header says of the own region (kRoomUnit)
 
   // The result. Straight: rank_major rows stay where they landed (a lease).
   bool straight = false;
@@ -194,11 +196,31 @@ struct DispatchArgs {
   uint64_t* chunk_counts = nullptr;    ///< [kMaxChunks][R + P]: the epoch above, below it kBadChunk and a count
   uint32_t* flags = nullptr;           ///< [kNumFlags] local signals: epochs
   uint32_t* begins = nullptr;          ///< [R + 1][4]: send_begin and recv_begin as flagged words, which need no fence
-  int64_t* counts_for_host = nullptr;  ///< exact: mapped [R * R + max_local + 2], the last word is the epoch
+  int64_t* counts_for_host = nullptr;  ///< exact: mapped (CountWords)
 };
 
-/// Offsets in a block of `rows` rows.
-TURNOUT_HOST_DEVICE constexpr BlockOffsets block_offsets(const DispatchArgs& a, int64_t rows) {
+/// Exact size: what the host learns from the headers of all ranks.
+struct CountWords {
+  static constexpr int kEpoch = 0;                                                             ///< written last
+  static constexpr int kRooms = 1;                                                             ///< [R] bytes that each rank can give for this call
+  static constexpr TURNOUT_HOST_DEVICE int rows(int num_ranks) { return kRooms + num_ranks; }  ///< [R, R]
+  static constexpr TURNOUT_HOST_DEVICE int pairs(int num_ranks) { return rows(num_ranks) + num_ranks * num_ranks; }  ///< [Le]
+};
+
+/// What starts a call whose routing is known or which is refused, and each round after the first.
+struct HelloArgs {
+  Common common;
+  size_t block = 0;
+  int64_t block_rows = 0;
+  uint32_t channels = 0, room = 0;
+  int round = 0;
+  bool refused = false;                ///< by this rank
+  bool counted = false;                ///< refused, but only when the header had told all ranks the counts: it stays as it is
+  int64_t* counts_for_host = nullptr;  ///< mapped (CountWords): the rooms are told
+};
+
+/// Offsets in a block of `rows` rows, and with the ids of `id_rows`.
+TURNOUT_HOST_DEVICE constexpr BlockOffsets block_offsets(const DispatchArgs& a, int64_t rows, int64_t id_rows) {
   BlockOffsets o;
   o.scales = core::align_up(rows * a.x_block_stride, 128);
   o.side = core::align_up(o.scales + rows * a.scale_bytes, 128);
@@ -206,13 +228,14 @@ TURNOUT_HOST_DEVICE constexpr BlockOffsets block_offsets(const DispatchArgs& a, 
   for (int s = 0; s < a.num_side; ++s) at = core::align_up(at + rows * a.side[s].bytes, 128);
   o.idx = o.weights = o.pair = at;
   if (!a.cached) {
-    o.weights = core::align_up(o.idx + rows * a.num_topk * 4, 128);
-    o.pair = core::align_up(o.weights + (a.has_weights ? rows * a.num_topk * 4 : 0), 128);
-    at = core::align_up(o.pair + rows * a.num_topk * 4, 128);
+    o.weights = core::align_up(o.idx + id_rows * a.num_topk * 4, 128);
+    o.pair = core::align_up(o.weights + (a.has_weights ? id_rows * a.num_topk * 4 : 0), 128);
+    at = core::align_up(o.pair + id_rows * a.num_topk * 4, 128);
   }
   o.num_bytes = at;
   return o;
 }
+TURNOUT_HOST_DEVICE constexpr BlockOffsets block_offsets(const DispatchArgs& a, int64_t rows) { return block_offsets(a, rows, rows); }
 /// Where side array `s` begins.
 TURNOUT_HOST_DEVICE constexpr int64_t side_offset(const DispatchArgs& a, const BlockOffsets& o, int64_t rows, int s) {
   int64_t at = o.side;

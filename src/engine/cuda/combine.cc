@@ -122,12 +122,12 @@ void PendingCall::stay_open() {
 }
 
 /// A copy of staging belongs to every max_outstanding + 1st call. Peers start call n only when this rank has sent its part of call n - 1,
-/// so before that this rank must have received call n - max_outstanding - 1, in whatever order the caller waits.
-void Engine::receive_earlier(int lane, cudaStream_t stream) {
+/// so before that this rank must have received call n - max_outstanding - 1, in whatever order the caller waits. `num_calls` are about to be issued.
+void Engine::receive_earlier(int lane, cudaStream_t stream, int64_t num_calls) {
   LaneState& state = lanes_[static_cast<size_t>(lane)];
   const std::vector<PendingCall*> open = state.open;
   for (PendingCall* call : open) {
-    if (call->epoch + static_cast<uint64_t>(config_.max_outstanding) > state.num_sends + 1) continue;
+    if (call->epoch + static_cast<uint64_t>(config_.max_outstanding) > state.num_sends + static_cast<uint64_t>(num_calls)) continue;
     call->receive();
     if (call->stream == stream) continue;
     cudaEvent_t done = nullptr;

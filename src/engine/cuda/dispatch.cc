@@ -124,13 +124,16 @@ DispatchArgs Engine::dispatch_args(const turnout::DispatchArgs& args, const Call
 }
 
 /// The block that peers write: rows, scales, side arrays, then ids, weights and positions.
-void Engine::place_block(DispatchArgs& a, int64_t rows, std::shared_ptr<Hold>* block, cudaStream_t stream) const {
-  a.block_rows = rows;
-  const int64_t at = block_offsets(a, rows).num_bytes;
-  const std::optional<Lease> lease = shared_->region.take(static_cast<size_t>(at), stream);
+void Engine::place_block(DispatchArgs& a, std::shared_ptr<Hold>* block, cudaStream_t stream) const {
+  std::optional<Lease> lease;
+  if (a.block_rows > 0 || a.total_rows == 0)
+    lease = shared_->region.take(static_cast<size_t>(block_offsets(a, a.block_rows, a.total_rows).num_bytes), stream);
   if (!lease) {
-    throw InvalidArgument("dispatch: " + std::to_string(rows) + " rows need " + std::to_string(at) + " bytes of the receive region, which has " +
-                          std::to_string(shared_->region.num_bytes()) + " bytes, " + std::to_string(shared_->region.largest_gap()) +
+    const bool in_rounds = a.block_rows < a.total_rows;
+    const int64_t bytes = block_offsets(a, in_rounds ? 1 : a.total_rows, a.total_rows).num_bytes;
+    throw InvalidArgument("dispatch: " + std::to_string(a.total_rows) + (in_rounds ? " rows, one at a time, need " : " rows need ") +
+                          std::to_string(bytes) + " bytes of the receive region, which has " + std::to_string(shared_->region.num_bytes()) +
+                          " bytes, " + std::to_string(shared_->region.largest_gap()) +
                           " of them free in one piece: release results, or make the Buffer with a larger receive_bytes");
   }
   *block = std::make_shared<Hold>(shared_, *lease);
@@ -178,35 +181,123 @@ void Engine::place_result(const turnout::DispatchArgs& args, DispatchArgs& a, st
   }
 }
 
-/// Exact: the host waits for the counts of all ranks.
-void Engine::wait_for_counts(DispatchArgs& a, RoutingMemory& r, int64_t* block_rows, cudaStream_t stream) {
-  const auto ranks = static_cast<size_t>(num_ranks_);
-  volatile int64_t* counts = counts_->host();
-  const size_t last = ranks * ranks + static_cast<size_t>(max_local_);
-  for (uint32_t i = 0; counts[last] == 0; ++i) {
+/// Until a kernel has told what the headers of all ranks say.
+const volatile int64_t* Engine::wait_for_words(cudaStream_t stream) {
+  volatile int64_t* words = counts_->host();
+  for (uint32_t i = 0; words[CountWords::kEpoch] == 0; ++i) {
     if (i % 1024) continue;
     raise_failure();
     const cudaError_t e = cudaStreamQuery(stream);
     if (e != cudaErrorNotReady) {
       check(e, "dispatch");
       raise_failure();
-      if (counts[last] == 0) throw_record();
+      if (words[CountWords::kEpoch] == 0) throw_record();
     }
   }
-  int64_t rows = 0, pairs = 0, padded = 0, sent = 0;
-  for (size_t s = 0; s < ranks; ++s) rows += counts[s * ranks + static_cast<size_t>(rank_)];
-  for (size_t d = 0; d < ranks; ++d) sent += counts[static_cast<size_t>(rank_) * ranks + d];
+  words[CountWords::kEpoch] = 0;
+  return words;
+}
+
+/// Exact: the host waits for the counts of all ranks.
+void Engine::wait_for_counts(DispatchArgs& a, RoutingMemory& r, cudaStream_t stream) {
+  const volatile int64_t* words = wait_for_words(stream);
+  const auto ranks = static_cast<size_t>(num_ranks_), me = static_cast<size_t>(rank_);
+  const volatile int64_t *counts = words + CountWords::rows(num_ranks_), *expert_pairs = words + CountWords::pairs(num_ranks_);
+  int64_t pairs = 0, padded = 0, sent = 0;
+  r.rows_of_rank.assign(ranks, 0);
+  for (size_t i = 0; i < ranks * ranks; ++i) r.rows_of_rank[i % ranks] += counts[i];
+  for (size_t d = 0; d < ranks; ++d) sent += counts[me * ranks + d];
   for (int e = 0; e < r.num_local; ++e) {
-    const int64_t n = counts[ranks * ranks + static_cast<size_t>(e)];
-    pairs += n;
-    padded += up(n, a.alignment);
+    pairs += expert_pairs[e];
+    padded += up(expert_pairs[e], a.alignment);
   }
-  counts[last] = 0;
-  *block_rows = rows;
-  a.result_rows = a.layout == Layout::rank_major ? rows : padded;
+  a.total_rows = r.rows_of_rank[me];
+  a.block_rows = rows_that_fit(a, a.total_rows, words[CountWords::kRooms + rank_]);
+  a.result_rows = a.layout == Layout::rank_major ? a.total_rows : padded;
   r.num_rows = a.result_rows;
   r.num_pairs = pairs;
   r.sent_total = sent;
+  LaneState& lane = lanes_[static_cast<size_t>(a.common.lane)];
+  lane.rounds = num_rounds(a, r, words + CountWords::kRooms);
+  r.in_rounds = lane.rounds > 1;
+}
+
+/// The routing of ids that are new. Exact size: counted already when this returns.
+void Engine::make_routing(const turnout::DispatchArgs& args, PendingCall& call, int plan_blocks) {
+  DispatchArgs& a = call.dispatch;
+  const std::shared_ptr<RoutingMemory> fresh = new_routing(args, call.stream);
+  call.routing = fresh;
+  a.routing = fresh->view;
+  if (a.capacity >= 0) {
+    const int64_t most = config_.max_tokens_per_rank * num_ranks_;
+    // rank_major results are as long as the capacity says, and they may stay in the block.
+    a.block_rows = a.layout == Layout::expert_slab ? most : a.layout == Layout::rank_major ? a.capacity : std::min(a.capacity, most);
+    a.total_rows = a.block_rows;
+    a.result_rows = a.layout == Layout::expert_slab ? a.capacity * a.num_local : a.capacity;
+  } else {
+    if (capture_of(call.stream))
+      throw InvalidArgument("dispatch: size is exact, so the host must wait for counts, but the stream is being captured; give a capacity");
+    a.room = room();
+    a.counts_for_host = counts_->device();
+    check(launch_plan(a, num_ranks_, config_.num_experts, plan_blocks, call.stream), "plan kernel");
+    wait_for_counts(a, *fresh, call.stream);
+    a.counts_for_host = nullptr;
+  }
+  add_receive_side(*fresh, a.total_rows, a.result_rows, a.num_topk, a.has_weights, a.layout, call.stream);
+  a.routing = fresh->view;
+}
+
+void Engine::reuse_routing(PendingCall& call, std::shared_ptr<const RoutingMemory> cached) const {
+  DispatchArgs& a = call.dispatch;
+  a.common.facts.generation = cached->generation;
+  a.block_rows = a.total_rows = cached->block_rows;
+  a.result_rows = cached->result_rows;
+  a.num_local = cached->num_local;
+  a.routing = cached->view;
+  a.room = ~0u;  // nothing is asked, or this rank is being captured and takes all rows at once
+  if (may_need_rounds(a, *cached) && !capture_of(call.stream)) {
+    a.room = room();
+    a.counts_for_host = counts_->device();
+    a.block_rows = rows_that_fit(a, a.total_rows, a.room * kRoomUnit);
+  }
+  call.routing = std::move(cached);
+}
+
+/// Memory for what comes.
+void Engine::place_call(const turnout::DispatchArgs& args, PendingCall& call) const {
+  DispatchArgs& a = call.dispatch;
+  const bool stays = args.result != ResultKind::fresh && !args.out.defined();
+  a.straight = a.layout == Layout::rank_major && stays && a.block_rows == a.total_rows;
+  place_block(a, &call.block, call.stream);
+  if (!a.straight) return place_result(args, a, &call.result, call.stream);
+  std::byte* base = call.block->data();
+  const BlockOffsets offsets = block_offsets(a, a.block_rows);
+  a.out_x = base;
+  a.out_stride = a.x_block_stride;
+  a.out_scales = base + offsets.scales;
+  for (int s = 0; s < a.num_side; ++s) a.side[s].out = base + side_offset(a, offsets, a.block_rows, s);
+  call.result = call.block;
+}
+
+/// The first kernel of a call but for exact size, where it is the second.
+void Engine::open_call(PendingCall& call, int plan_blocks) {
+  DispatchArgs& a = call.dispatch;
+  if (!a.cached) {
+    const auto launch = a.capacity < 0 ? launch_meta : launch_plan;
+    return check(launch(a, num_ranks_, config_.num_experts, plan_blocks, call.stream), a.capacity < 0 ? "meta kernel" : "plan kernel");
+  }
+  HelloArgs hello;
+  hello.common = a.common;
+  hello.block = a.block;
+  hello.block_rows = a.block_rows;
+  hello.channels = offered_channels(a);
+  hello.room = a.room;
+  hello.counts_for_host = a.counts_for_host;
+  check(launch_hello(hello, call.stream), "hello kernel");
+  if (!a.counts_for_host) return;
+  a.counts_for_host = nullptr;
+  const volatile int64_t* words = wait_for_words(call.stream);
+  lanes_[static_cast<size_t>(call.lane)].rounds = num_rounds(a, *call.routing, words + CountWords::kRooms);
 }
 
 std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& args, const CallFacts& facts, const RoutingFacts& routing,
@@ -228,57 +319,16 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
     dispatch_low_latency(args, *pending, std::static_pointer_cast<const RoutingMemory>(cached), counts_arrivals);
     return pending;
   }
-  std::shared_ptr<RoutingMemory> fresh;
-  int64_t rows = 0;
-  const int plan_blocks = blocks(args.num_sms > 0 ? args.num_sms : kMaxChunks);
-  a.move_blocks = blocks(args.num_sms > 0 ? args.num_sms : num_sms_);
-  bool planned = false;
-  if (cached) {
-    pending->routing = std::static_pointer_cast<const RoutingMemory>(cached);
-    a.common.facts.generation = pending->routing->generation;
-    rows = pending->routing->block_rows;
-    a.result_rows = pending->routing->result_rows;
-    a.num_local = pending->routing->num_local;
-  } else {
-    fresh = new_routing(args, stream);
-    pending->routing = fresh;
-    a.routing = fresh->view;
-    const int64_t most = config_.max_tokens_per_rank * num_ranks_;
-    if (a.capacity >= 0) {
-      // rank_major results are as long as the capacity says, and they may stay in the block.
-      rows = a.layout == Layout::expert_slab ? most : a.layout == Layout::rank_major ? a.capacity : std::min(a.capacity, most);
-      a.result_rows = a.layout == Layout::expert_slab ? a.capacity * a.num_local : a.capacity;
-    } else {
-      if (capture_of(stream))
-        throw InvalidArgument("dispatch: size is exact, so the host must wait for counts, but the stream is being captured; give a capacity");
-      a.counts_for_host = counts_->device();
-      check(launch_plan(a, num_ranks_, config_.num_experts, plan_blocks, stream), "plan kernel");
-      planned = true;
-      wait_for_counts(a, *fresh, &rows, stream);
-      a.counts_for_host = nullptr;
-    }
-    add_receive_side(*fresh, rows, a.result_rows, a.num_topk, a.has_weights, a.layout, stream);
-  }
-  a.routing = pending->routing->view;
-  a.straight = a.layout == Layout::rank_major && args.result != ResultKind::fresh && !args.out.defined();
-  place_block(a, rows, &pending->block, stream);
-  if (a.straight) {
-    std::byte* base = pending->block->data();
-    const BlockOffsets offsets = block_offsets(a, rows);
-    a.out_x = base;
-    a.out_stride = a.x_block_stride;
-    a.out_scales = base + offsets.scales;
-    for (int s = 0; s < a.num_side; ++s) a.side[s].out = base + side_offset(a, offsets, rows, s);
-    pending->result = pending->block;
-  } else {
-    place_result(args, a, &pending->result, stream);
-  }
+  const int plan_blocks = blocks(args.num_sms > 0 ? args.num_sms : kMaxChunks), move_blocks = blocks(args.num_sms > 0 ? args.num_sms : num_sms_);
+  if (cached) reuse_routing(*pending, std::static_pointer_cast<const RoutingMemory>(cached));
+  else make_routing(args, *pending, plan_blocks);
+  place_call(args, *pending);
   // Bulk copies need few SMs where they only send; offers say how many blocks will announce.
   const bool bulk = can_move_bulk(a);
-  if (bulk) a.move_blocks = blocks(args.num_sms > 0 ? args.num_sms : default_move_sms(a));
+  a.move_blocks = bulk ? blocks(args.num_sms > 0 ? args.num_sms : default_move_sms(a)) : move_blocks;
   // Kernels that wait for the ones before them while they hold SMs must not keep out what those wait for: another rank's kernels on
   // this GPU. So only alone on it.
-  a.chained = bulk && sharers_ == 1 && !cached && !planned && receive_now;
+  a.chained = bulk && sharers_ == 1 && !cached && a.capacity >= 0 && receive_now;
   if (args.receive == Receive::resident && !receive_now) {
     // Counters, then what the receive in the background does not share with later calls: local signals, and the epoch.
     const size_t bytes = static_cast<size_t>(num_ranks_) * 8 + (kNumFlags + 1) * 4;
@@ -287,25 +337,23 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
     a.common.own_epoch = reinterpret_cast<uint32_t*>(a.arrived + num_ranks_) + kNumFlags;
     check(cudaMemsetAsync(a.arrived, 0, bytes, stream), "cudaMemset");
   }
-
-  if (cached) {
-    check(launch_hello(a.common, a.block, a.block_rows, offered_channels(a), false, stream), "hello kernel");
-  } else if (planned) {
-    check(launch_meta(a, num_ranks_, config_.num_experts, plan_blocks, stream), "meta kernel");
-  } else {
-    check(launch_plan(a, num_ranks_, config_.num_experts, plan_blocks, stream), "plan kernel");
-  }
+  open_call(*pending, plan_blocks);
+  prepare_rounds(lane, stream);
   ++lane.num_sends;
   ++lane.outstanding;
   pending->epoch = lane.num_sends;
-  pending->receives_now = receive_now;
+  pending->receives_now = receive_now || lane.rounds > 1;
   a.common.last_of_send = true;
-  if (receive_now) {
+  if (pending->receives_now) {
     if (!cached) check(launch_admit(a, blocks(args.num_sms > 0 ? std::min(args.num_sms, 32) : 32), stream), "admit kernel");
     check(launch_move(a, true, true, a.move_blocks, stream), "move kernel");
+    lane.rounds_issued = 1;
+    issue_rounds(*pending, move_blocks);
+    lane.rounds = lane.rounds_issued = 0;
     return pending;
   }
   check(launch_move(a, true, false, a.move_blocks, stream), "move kernel");
+  lane.rounds = 0;
   a.common.last_of_send = false;
   if (args.receive == Receive::resident) {
     if (!lane.resident) lane.resident = new_stream(device_);

@@ -118,7 +118,7 @@ Engine::Engine(DeviceEngineSetup setup)
   check(cudaDeviceGetAttribute(&num_sms_, cudaDevAttrMultiProcessorCount, device_), "cudaDeviceGetAttribute");
   const core::ExpertMap map = map_of(config_, num_ranks_);
   words_ = std::make_unique<Mapped<HostWords>>(1);
-  counts_ = std::make_unique<Mapped<int64_t>>(static_cast<size_t>(num_ranks_ * num_ranks_ + config_.num_experts + 2));
+  counts_ = std::make_unique<Mapped<int64_t>>(static_cast<size_t>(CountWords::pairs(num_ranks_) + config_.num_experts));
   const int64_t columns = num_ranks_ + config_.num_experts;
   const auto carve = [&](std::byte* base) {
     Carver at(base);
@@ -271,9 +271,21 @@ void Engine::refuse(const CallFacts& facts, int lane, Stream stream) {
   std::lock_guard lock(mutex_);
   if (suspended_) return;  // on all ranks, which need not be told
   note_stream(static_cast<cudaStream_t>(stream.native));
-  receive_earlier(lane, static_cast<cudaStream_t>(stream.native));
-  check(launch_hello(common(lane, facts, 0, true), 0, 0, 0, true, static_cast<cudaStream_t>(stream.native)), "hello kernel");
-  ++lanes_[static_cast<size_t>(lane)].num_sends;
+  const auto issued_on = static_cast<cudaStream_t>(stream.native);
+  LaneState& state = lanes_[static_cast<size_t>(lane)];
+  HelloArgs hello;
+  hello.common = common(lane, facts, 0, true);
+  hello.refused = true;
+  hello.counted = state.rounds > 0;
+  // The others know the rounds of this call, and take part in all of them.
+  const int64_t rounds = std::max<int64_t>(state.rounds, 1), first = state.rounds_issued;
+  state.rounds = state.rounds_issued = 0;
+  receive_earlier(lane, issued_on, rounds);
+  for (int64_t round = first; round < rounds; ++round) {
+    hello.round = static_cast<int>(round);
+    check(launch_hello(hello, issued_on), "hello kernel");
+    ++state.num_sends;
+  }
 }
 
 }  // namespace turnout::engine::cuda

@@ -71,6 +71,8 @@ class RoutingMemory : public DeviceRouting {
   Routing view{};
   int64_t block_rows = 0;  ///< N
   int64_t result_rows = 0;
+  std::vector<int64_t> rows_of_rank;      ///< exact: N of each rank
+  bool in_rounds = false;                 ///< the dispatch came in rounds, on all ranks
   int64_t num_rows = -1, num_pairs = -1;  ///< known for exact size
   int64_t generation = 0;
   int num_local = 0, max_local = 0;  ///< experts of this rank, and of the rank with most
@@ -95,6 +97,9 @@ class Mapped {
 };
 
 class PendingCall;
+
+/// Rows of a block of at most `room` bytes that has room for the ids of all `total`.
+int64_t rows_that_fit(const DispatchArgs& a, int64_t total, int64_t room);
 
 class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> {
  public:
@@ -127,12 +132,13 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
   struct LaneState {
     uint64_t num_sends = 0;  ///< calls issued
     int outstanding = 0;
-    std::vector<PendingCall*> open;         ///< those whose receiving part has yet to be issued on the stream of the lane
+    std::vector<PendingCall*> open;  ///< those whose receiving part has yet to be issued on the stream of the lane
+    int64_t rounds = 0;              ///< exact: of the call being issued, once all ranks know them
+    int64_t rounds_issued = 0;
     std::shared_ptr<CUstream_st> resident;  ///< of resident receives, once there is one
     uint64_t* chunk_counts = nullptr;
     uint32_t *flags = nullptr, *begins = nullptr;
   };
-  struct Prepared;
 
   /// `num_calls_ago`: how many calls of the lane were issued since.
   Common common(int lane, const CallFacts& facts, int num_calls_ago, bool last_of_send) const;
@@ -146,8 +152,18 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
   void dispatch_low_latency(const turnout::DispatchArgs& args, PendingCall& call, std::shared_ptr<const RoutingMemory> cached, bool counts_arrivals);
   void combine_low_latency(const turnout::CombineArgs& args, PendingCall& call);
   void place_sums(const turnout::CombineArgs& args, CombineArgs& a, std::shared_ptr<Hold>* result, cudaStream_t stream) const;
-  void wait_for_counts(DispatchArgs& a, RoutingMemory& r, int64_t* num_block_rows, cudaStream_t stream);
-  void place_block(DispatchArgs& a, int64_t rows, std::shared_ptr<Hold>* block, cudaStream_t stream) const;
+  const volatile int64_t* wait_for_words(cudaStream_t stream);
+  void wait_for_counts(DispatchArgs& a, RoutingMemory& r, cudaStream_t stream);
+  void make_routing(const turnout::DispatchArgs& args, PendingCall& call, int plan_blocks);
+  void reuse_routing(PendingCall& call, std::shared_ptr<const RoutingMemory> cached) const;
+  void place_call(const turnout::DispatchArgs& args, PendingCall& call) const;
+  void open_call(PendingCall& call, int plan_blocks);
+  uint32_t room() const;
+  bool may_need_rounds(const DispatchArgs& a, const RoutingMemory& r) const;
+  int64_t num_rounds(const DispatchArgs& a, const RoutingMemory& r, const volatile int64_t* rooms) const;
+  void prepare_rounds(LaneState& lane, cudaStream_t stream);
+  void issue_rounds(PendingCall& call, int move_blocks);
+  void place_block(DispatchArgs& a, std::shared_ptr<Hold>* block, cudaStream_t stream) const;
   void place_result(const turnout::DispatchArgs& args, DispatchArgs& a, std::shared_ptr<Hold>* result, cudaStream_t stream) const;
   [[noreturn]] void throw_record();
   void watch_peers();
@@ -156,7 +172,7 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
   /// Throws: InvalidArgument between suspend() and resume().
   void require_memory() const;
   /// Before the next call of a lane: what takes its staging copy, or the one after, has been received.
-  void receive_earlier(int lane, cudaStream_t stream);
+  void receive_earlier(int lane, cudaStream_t stream, int64_t num_calls = 1);
   [[noreturn]] void throw_abort(const DeviceRecord& own);
 
   Bootstrap& bootstrap_;
@@ -189,7 +205,7 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
   std::function<void()> host_check_;
   std::exception_ptr host_failure_;  ///< what `host_check_` threw; these and `generation_` under `watch_mutex_`, too
   std::vector<cudaStream_t> streams_;
-  bool suspended_ = false;
+  bool suspended_ = false, told_of_rounds_ = false;
   mutable std::mutex mutex_;
 };
 

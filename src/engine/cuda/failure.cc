@@ -220,6 +220,7 @@ void Engine::recover() {
     check(cudaStreamSynchronize(side_stream_), "writing epochs");
     lanes_[l].outstanding = 0;
     lanes_[l].open.clear();
+    lanes_[l].rounds = lanes_[l].rounds_issued = 0;
   }
   {
     std::lock_guard watch_lock(watch_mutex_);

@@ -21,7 +21,7 @@ int plan_groups(int num_ranks, int num_experts);
 
 cudaError_t launch_plan(const DispatchArgs& args, int num_ranks, int num_experts, int blocks, cudaStream_t stream);
 cudaError_t launch_meta(const DispatchArgs& args, int num_ranks, int num_experts, int blocks, cudaStream_t stream);
-cudaError_t launch_hello(const Common& common, size_t block, int64_t block_rows, uint32_t channels, bool refused, cudaStream_t stream);
+cudaError_t launch_hello(const HelloArgs& args, cudaStream_t stream);
 cudaError_t launch_admit(const DispatchArgs& args, int blocks, cudaStream_t stream);
 /// `send` and `receive` may be parts of different kernels of one call.
 cudaError_t launch_move(const DispatchArgs& args, bool send, bool receive, int blocks, cudaStream_t stream);

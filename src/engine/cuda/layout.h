@@ -101,11 +101,13 @@ struct HeaderInts {
   static constexpr int kHash = 0;        ///< of the facts that must agree, low and high word
   static constexpr int kRefused = 2;     ///< 1: the sender rejected its own arguments
   static constexpr int kTokens = 3;      ///< of the sender
-  static constexpr int kFactValues = 4;  ///< the facts themselves, 64 bits each, for the table of differences
+  static constexpr int kRoom = 4;        ///< exact: what its receive region can give for this call, in units of kRoomUnit
+  static constexpr int kFactValues = 5;  ///< the facts themselves, 64 bits each, for the table of differences
   static constexpr int kNumFacts = 19;
   static constexpr int kRows = kFactValues + 2 * kNumFacts;                                      ///< [num_ranks] token rows for each rank
   static constexpr TURNOUT_HOST_DEVICE int experts(int num_ranks) { return kRows + num_ranks; }  ///< [local experts of the addressee]
 };
+inline constexpr int64_t kRoomUnit = 128;
 constexpr int header_ints_of(int num_ranks, int max_local_experts) { return HeaderInts::experts(num_ranks) + max_local_experts; }
 
 /// Payload of an offer: the block of the sender's receive region that the addressee may write in this call.

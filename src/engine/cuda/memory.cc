@@ -108,6 +108,11 @@ bool Region::is_taken(size_t offset) const {
   return !idle && pool_.is_taken(offset);
 }
 
+size_t Region::room() const {
+  std::lock_guard lock(mutex_);
+  return idle_.empty() ? pool_.largest_gap() : pool_.largest_gap_with(idle_);
+}
+
 std::optional<Lease> Region::take(size_t num_bytes, cudaStream_t stream) {
   const uint64_t capture = capture_of(stream);
   std::lock_guard lock(mutex_);

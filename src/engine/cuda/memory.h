@@ -76,6 +76,8 @@ class Region {
   void give_back(const Lease& lease) noexcept;
   bool is_taken(size_t offset) const;
   size_t largest_gap() const { return pool_.largest_gap(); }
+  /// What take() can give outside of a capture, at least until it gives something.
+  size_t room() const;
   size_t num_bytes() const { return pool_.num_bytes(); }
 
  private:

@@ -47,7 +47,7 @@ __device__ void place_row(const DispatchArgs& a, const std::byte* block, int64_t
 }
 
 /// By ticket: a block waits for rows only when all of this rank's have been taken by blocks that have started.
-__device__ void send_rows(const DispatchArgs& a, const Offer* offers, Call call) {
+__device__ void send_rows(const DispatchArgs& a, const Offer* offers, const int32_t* slots, Call call) {
   const Common& c = a.common;
   const int topk = a.num_topk, me = c.team.rank;
   Tickets tickets(&c.lane_control->tickets[call.copy][kTokenTicket], static_cast<int>(a.num_tokens), static_cast<int>(gridDim.x) * num_warps(), 16);
@@ -60,8 +60,8 @@ __device__ void send_rows(const DispatchArgs& a, const Offer* offers, Call call)
       for (; left; left &= left - 1) {
         const int from = __ffs(left) - 1;
         const int d = __shfl_sync(kFull, dest, from), i = __shfl_sync(kFull, at, from);
-        const int64_t row = static_cast<int64_t>(a.routing.send_begin[d]) + i - a.first_row;
-        if (row < 0 || row >= offers[d].rows) continue;
+        const int row = slots[d] + i;
+        if (static_cast<uint32_t>(row) >= offers[d].rows) continue;
         send_row(a, token, offered_block(c, d, offers[d]), offers[d].rows, row);
         if (offers[d].rows_stay()) continue;
         __syncwarp();
@@ -74,18 +74,19 @@ __device__ void send_rows(const DispatchArgs& a, const Offer* offers, Call call)
   }
 }
 
-/// Rows of the own block as they arrive. `first` and `step` count warps.
+/// Rows of this round as they arrive in the own block. `first` and `step` count warps.
 __device__ void receive_rows(const DispatchArgs& a, const int32_t* begins, Call call, int64_t first, int64_t step) {
   const Common& c = a.common;
   const Routing& r = a.routing;
   const int num_ranks = c.team.num_ranks, me = c.team.rank, topk = a.num_topk;
   const std::byte* block = c.team.base[me] + a.block;
-  for (int64_t row = first; row < begins[num_ranks]; row += step) {
+  const int64_t begin = a.round * a.block_rows, end = min(static_cast<int64_t>(begins[num_ranks]), begin + a.block_rows);
+  for (int64_t row = begin + first; row < end; row += step) {
     int s = 0;
     while (row >= begins[s + 1]) ++s;
     int64_t token = -1;
     if (s == me) {
-      token = r.own_tokens[row - begins[s] + (a.first_row > r.send_begin[me] ? a.first_row - r.send_begin[me] : 0)];
+      token = r.own_tokens[row - begins[s]];
     } else {
       const std::byte* p = c.team.base[me] + c.arena.row_at(c.lane, call.copy, s, row - begins[s]);
       bool came = true;
@@ -93,13 +94,13 @@ __device__ void receive_rows(const DispatchArgs& a, const int32_t* begins, Call 
       if (!__shfl_sync(kFull, came, 0)) return;
     }
     if (a.layout == Layout::rank_major) {
-      place_row(a, block, row, token, row + a.first_row);
+      place_row(a, block, row - begin, token, row);
     } else {
       for (int k0 = 0; k0 < topk; k0 += 32) {
         const int k = k0 + lane_id();
         const int at = k < topk ? __ldcg(r.position + row * topk + k) : -1;
         for (unsigned left = __ballot_sync(kFull, at >= 0); left; left &= left - 1) {
-          place_row(a, block, row, token, __shfl_sync(kFull, at, __ffs(left) - 1));
+          place_row(a, block, row - begin, token, __shfl_sync(kFull, at, __ffs(left) - 1));
         }
       }
     }
@@ -130,7 +131,7 @@ __device__ void zero_padding(const DispatchArgs& a, int local, int64_t first, in
 template <bool kSend, bool kReceive>
 __global__ void __launch_bounds__(kThreads, 1) move_kernel(const __grid_constant__ DispatchArgs a) {
   __shared__ Offer offers[kMaxRanks];
-  __shared__ int32_t begins[kMaxRanks + 1];
+  __shared__ int32_t begins[kMaxRanks + 1], slots[kMaxRanks];
   const Common& c = a.common;
   const Call call = call_of(c);
   const int local = a.num_local;
@@ -139,7 +140,13 @@ __global__ void __launch_bounds__(kThreads, 1) move_kernel(const __grid_constant
   if (good) good = gather_offers(c, call, offers);
   const int64_t first = static_cast<int64_t>(blockIdx.x) * num_warps() + warp_id(), step = static_cast<int64_t>(gridDim.x) * num_warps();
   if (kSend && good) {
-    send_rows(a, offers, call);
+    // Where this rank's rows begin in the blocks of this round.
+    for (int d = static_cast<int>(threadIdx.x); d < c.team.num_ranks; d += kThreads) {
+      const int64_t earlier = min(static_cast<int64_t>(a.round) * offers[d].rows, static_cast<int64_t>(INT_MAX));
+      slots[d] = a.routing.send_begin[d] - static_cast<int32_t>(earlier);
+    }
+    __syncthreads();
+    send_rows(a, offers, slots, call);
     if (a.layout == Layout::rank_major) signal_channel(c, call);
   }
   if (kReceive && good) {
@@ -147,7 +154,7 @@ __global__ void __launch_bounds__(kThreads, 1) move_kernel(const __grid_constant
       if (is_last_to_start(c, call)) good = wait_channels(a, offers, begins, call);
     } else {
       receive_rows(a, begins, call, first, step);
-      if (a.layout == Layout::expert_major && a.first_row == 0) zero_padding(a, local, first, step);
+      if (a.layout == Layout::expert_major && a.round == 0) zero_padding(a, local, first, step);
     }
   }
   __syncthreads();

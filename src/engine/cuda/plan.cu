@@ -47,6 +47,7 @@ __device__ bool receive_totals(const DispatchArgs& a, Call call, const FactWords
   const int num_ranks = c.team.num_ranks, local = a.num_local, most = c.max_local;
   const bool good = receive_headers(c, call, HeaderInts::experts(num_ranks) + most, facts, [&](int source, int i, uint32_t value) {
     if (i == HeaderInts::kTokens) a.routing.source_tokens[source] = static_cast<int32_t>(value);
+    if (i == HeaderInts::kRoom && a.counts_for_host) a.counts_for_host[CountWords::kRooms + source] = value * kRoomUnit;
     if (i < HeaderInts::kRows) return;
     if (i < HeaderInts::experts(num_ranks)) {
       a.routing.rows[source * num_ranks + i - HeaderInts::kRows] = rows[source * num_ranks + i - HeaderInts::kRows] = static_cast<int32_t>(value);
@@ -110,25 +111,32 @@ __device__ void derive_tables(const DispatchArgs& a, const int32_t* table, uint3
   __syncthreads();
 }
 
-/// Counts for the host (exact): [R * R] rows, [Le] pairs of each local expert, then the epoch.
-__device__ void tell_host(const DispatchArgs& a, uint32_t epoch) {
-  const int num_ranks = a.common.team.num_ranks, local = a.num_local;
-  for (int i = static_cast<int>(threadIdx.x); i < num_ranks * num_ranks; i += kThreads) a.counts_for_host[i] = a.routing.rows[i];
-  for (int e = static_cast<int>(threadIdx.x); e < local; e += kThreads) {
-    int64_t sum = 0;
-    for (int s = 0; s < num_ranks; ++s) sum += a.routing.expert_base[s * local + e];
-    a.counts_for_host[num_ranks * num_ranks + e] = sum;
-  }
+/// What was written for the host before is complete. The whole block calls it.
+__device__ void publish_counts(int64_t* counts_for_host, uint32_t epoch) {
   __syncthreads();
   if (threadIdx.x == 0) {
     fence_system();
-    store_release(reinterpret_cast<uint64_t*>(&a.counts_for_host[num_ranks * num_ranks + a.common.max_local]), epoch);
+    store_release(reinterpret_cast<uint64_t*>(&counts_for_host[CountWords::kEpoch]), epoch);
   }
+}
+
+/// Counts for the host (exact), which has the rooms of all ranks already.
+__device__ void tell_host(const DispatchArgs& a, uint32_t epoch) {
+  const int num_ranks = a.common.team.num_ranks, local = a.num_local;
+  for (int i = static_cast<int>(threadIdx.x); i < num_ranks * num_ranks; i += kThreads)
+    a.counts_for_host[CountWords::rows(num_ranks) + i] = a.routing.rows[i];
+  for (int e = static_cast<int>(threadIdx.x); e < local; e += kThreads) {
+    int64_t sum = 0;
+    for (int s = 0; s < num_ranks; ++s) sum += a.routing.expert_base[s * local + e];
+    a.counts_for_host[CountWords::pairs(num_ranks) + e] = sum;
+  }
+  publish_counts(a.counts_for_host, epoch);
 }
 
 struct Places {  // where this rank's rows go
   Offer offers[kMaxRanks];
   int32_t begin[kMaxRanks];
+  int32_t num_rows[kMaxRanks];  ///< whose ids there is room for
   int32_t *idx[kMaxRanks], *pair[kMaxRanks];
   float* weights[kMaxRanks];
 };
@@ -144,8 +152,8 @@ __device__ void send_step(const DispatchArgs& a, const Shared& s, const Places& 
     for (int j = first; j < first + topk; ++j) {
       const int d = s.first[j];
       if (d < 0) continue;
-      const int64_t row = static_cast<int64_t>(places.begin[d]) + s.slot[j] - a.first_row;
-      if (row < 0 || row >= places.offers[d].rows) continue;
+      const int64_t row = static_cast<int64_t>(places.begin[d]) + s.slot[j];
+      if (row >= places.num_rows[d]) continue;
       const int64_t to = row * topk + (i - first);
       places.idx[d][to] = owner == d ? local : -1;
       places.pair[d][to] = pair;
@@ -191,7 +199,10 @@ __device__ bool gather_places(const DispatchArgs& a, Call call, Places* places) 
   if (!__syncthreads_and(good) || !gather_offers(c, call, places->offers)) return false;
   for (int d = static_cast<int>(threadIdx.x); d < c.team.num_ranks; d += kThreads) {
     std::byte* block = offered_block(c, d, places->offers[d]);
-    const BlockOffsets offsets = block_offsets(a, places->offers[d].rows);
+    int32_t all = 0;  // exact: the ids of rows that come in later rounds, too
+    for (int s = 0; a.capacity < 0 && s < c.team.num_ranks; ++s) all += __ldcg(&a.routing.rows[s * c.team.num_ranks + d]);
+    places->num_rows[d] = a.capacity < 0 ? all : static_cast<int32_t>(places->offers[d].rows);
+    const BlockOffsets offsets = block_offsets(a, places->offers[d].rows, places->num_rows[d]);
     places->idx[d] = reinterpret_cast<int32_t*>(block + offsets.idx);
     places->pair[d] = reinterpret_cast<int32_t*>(block + offsets.pair);
     places->weights[d] = reinterpret_cast<float*>(block + offsets.weights);
@@ -250,7 +261,7 @@ __global__ void __launch_bounds__(kThreads, 1) plan_kernel(const __grid_constant
   if (is_over(c, call)) return;
   const Shared s(memory, c.team.num_ranks + c.num_experts, c.num_experts, num_groups);
   load_tables(c, s, &tables);
-  if (threadIdx.x == kThreads - 32) fill_facts(c, call.epoch, false, a.num_tokens, &facts);
+  if (threadIdx.x == kThreads - 32) fill_facts(c, call.epoch, false, a.num_tokens, &facts, a.room);
   bool bad = take_chunks(a, s, &chunks, num_groups, call);
   const int n = chunks.num, last = num_chunks(a.num_tokens) - 1;
   if (n == 0) return;
@@ -310,28 +321,37 @@ __device__ void await_call(const Common& c, Call call, int rank) {
   }
 }
 
-/// Start of a call whose routing is known: facts and offers only. One block. Also how a refused call is told (no offers then).
-__global__ void __launch_bounds__(128, 1)
-    hello_kernel(const __grid_constant__ Common c, size_t block, int64_t block_rows, uint32_t channels, bool refused) {
+/// Start of a call whose routing is known, or of a further round: facts and offers only. One block. Also how a refused call is told (no
+/// offers then). A call that has failed keeps its rounds, without rows: ranks that did not wait for each other there would be too far
+/// apart in the next call.
+__global__ void __launch_bounds__(128, 1) hello_kernel(const __grid_constant__ HelloArgs h) {
   __shared__ FactWords facts;
+  const Common& c = h.common;
   const Call call = call_of(c);
   clear_next_tickets(c, call);
-  if (is_over(c, call)) {
+  if (__syncthreads_or(is_over(c, call))) {  // all threads have read the epoch
     if (c.last_of_send) advance_epoch(c, call.epoch);
     return;
   }
-  if (threadIdx.x == 0) fill_facts(c, call.epoch, refused, 0, &facts);
+  volatile uint32_t* failed = &c.lane_control->failed;
+  const bool lost = h.round > 0 && (h.refused || *failed == call.epoch - 1), refused = h.refused && !lost;
+  if (threadIdx.x == 0) fill_facts(c, call.epoch, refused, 0, &facts, h.room);
   __syncthreads();
-  send_header(c, call, HeaderInts::kRows, [&](int, int i) { return facts.words[i]; });
+  if (!refused || !h.counted) send_header(c, call, HeaderInts::kRows, [&](int, int i) { return facts.words[i]; });
+  for (int d = static_cast<int>(threadIdx.x); !lost && d < c.team.num_ranks; d += static_cast<int>(blockDim.x)) {
+    // A peer that has had the counts already (exact size) sees a refusal in the offer.
+    if (refused) send_offer(c, call, d, 0, kRefusedOffer, 0);
+    else send_offer(c, call, d, h.block, h.block_rows, h.channels);
+  }
   if (refused) {
-    // A peer that has had a header of this call already (exact size) sees it in the offer.
-    for (int d = static_cast<int>(threadIdx.x); d < c.team.num_ranks; d += static_cast<int>(blockDim.x)) send_offer(c, call, d, 0, kRefusedOffer, 0);
     for (int s = static_cast<int>(threadIdx.x); s < c.team.num_ranks; s += static_cast<int>(blockDim.x)) await_call(c, call, s);
   } else {
-    for (int d = static_cast<int>(threadIdx.x); d < c.team.num_ranks; d += static_cast<int>(blockDim.x))
-      send_offer(c, call, d, block, block_rows, channels);
-    receive_headers(c, call, HeaderInts::kRows, &facts, [](int, int, uint32_t) {});
+    const bool good = receive_headers(c, call, HeaderInts::kRows, &facts, [&](int source, int i, uint32_t value) {
+      if (i == HeaderInts::kRoom && h.counts_for_host) h.counts_for_host[CountWords::kRooms + source] = value * kRoomUnit;
+    });
+    if (__syncthreads_and(good) && h.counts_for_host) publish_counts(h.counts_for_host, call.epoch);
   }
+  if (lost && threadIdx.x == 0) *failed = call.epoch;
   __syncthreads();
   if (c.last_of_send) advance_epoch(c, call.epoch);
 }
@@ -358,8 +378,8 @@ cudaError_t launch_meta(const DispatchArgs& a, int num_ranks, int num_experts, i
   const int grid = std::min(blocks, num_chunks(a.num_tokens));
   return launch_kernel(meta_kernel, grid, kThreads, plan_shared_bytes(num_ranks, num_experts), stream, false, a, plan_groups(num_ranks, num_experts));
 }
-cudaError_t launch_hello(const Common& c, size_t block, int64_t block_rows, uint32_t channels, bool refused, cudaStream_t stream) {
-  hello_kernel<<<1, 128, 0, stream>>>(c, block, block_rows, channels, refused);
+cudaError_t launch_hello(const HelloArgs& h, cudaStream_t stream) {
+  hello_kernel<<<1, 128, 0, stream>>>(h);
   return cudaGetLastError();
 }
 cudaError_t prepare_plan() {

@@ -12,7 +12,7 @@ struct FactWords {
 };
 
 /// One thread fills it; the block must synchronise before others read.
-__device__ inline void fill_facts(const Common& c, uint32_t epoch, bool refused, int64_t num_tokens, FactWords* out) {
+__device__ inline void fill_facts(const Common& c, uint32_t epoch, bool refused, int64_t num_tokens, FactWords* out, uint32_t room = 0) {
   CallFacts facts = c.facts;
   facts.epoch = epoch;
   if (c.experts && facts.generation == 0) facts.generation = c.experts->hash;
@@ -28,6 +28,7 @@ __device__ inline void fill_facts(const Common& c, uint32_t epoch, bool refused,
   out->words[HeaderInts::kHash + 1] = static_cast<uint32_t>(hash >> 32);
   out->words[HeaderInts::kRefused] = refused;
   out->words[HeaderInts::kTokens] = static_cast<uint32_t>(num_tokens);
+  out->words[HeaderInts::kRoom] = room;
 }
 
 /// Sends `num_ints` of payload to every rank; `payload(rank, i)` gives them. The whole block calls it.

@@ -172,7 +172,8 @@ bool aligned(const void* p, int64_t a = 0, int64_t b = 0) {
 }  // namespace
 
 bool can_move_bulk(const DispatchArgs& a) {
-  if (!has_bulk() || a.first_row != 0 || a.x_bytes == 0 || a.num_tokens >= 1 << 25 || a.block_rows >= 1 << 25) return false;
+  if (!has_bulk() || a.round != 0 || a.block_rows != a.total_rows || a.x_bytes == 0 || a.num_tokens >= 1 << 25 || a.block_rows >= 1 << 25)
+    return false;
   if (!aligned(a.x, a.x_stride, a.x_bytes) || !aligned(nullptr, a.x_block_stride)) return false;
   if (!a.straight && !aligned(a.out_x, a.out_stride)) return false;
   if (a.quantize != Quantize::none) {
