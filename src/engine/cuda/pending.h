@@ -10,7 +10,6 @@ class PendingCall : public DevicePending {
  public:
   PendingCall(std::shared_ptr<Engine> engine, int lane_, cudaStream_t stream_)
       : engine_(std::move(engine)), lane(lane_), stream(stream_), generation(engine_->generation_) {}
-  ~PendingCall() override;
   DeviceDispatch finish_dispatch() override;
   DeviceCombine finish_combine() override;
   int64_t* arrived() override { return dispatch.arrived; }
