@@ -63,7 +63,6 @@ struct LaneControl {
   uint32_t tickets[kMostCopies][kNumTickets] = {};  ///< [copy]
   uint32_t failed = 0;                              ///< epoch of the last call that was refused or that ranks disagreed about: its kernels do nothing
   uint32_t failed_of[kMostCopies] = {};             ///< [copy] the same, for calls that receive after later ones have been issued
-  uint32_t bad_ids = 0;                             ///< epoch of the last call whose ids were out of range here: it tells its peers
   uint32_t told = 0;                                ///< epoch of the last call that failed and has left a record of why
   uint32_t started[kMaxChannels] = {};              ///< epoch of the last low_latency call in which block b has started, or others do its part
   uint64_t next_look[kMaxRanks] = {};               ///< when somebody looks again at what the host says of a rank

@@ -163,6 +163,12 @@ Memory::~Memory() {
   int before = 0;
   cudaGetDevice(&before);
   cudaSetDevice(device_);
+  // Results may outlive their Buffer, and kernels that write them be under way.
+  cudaDeviceSynchronize();
+  for (const Returned& r : returned_) {
+    allocator_->deallocate(r.data, r.num_bytes);
+    if (r.event) cudaEventDestroy(r.event);
+  }
   for (std::byte* data : all_) cudaFreeAsync(data, stream_);
   cudaStreamSynchronize(stream_);
   cudaSetDevice(before);
@@ -214,15 +220,32 @@ bool Memory::keeps(const void* address) const {
   return std::any_of(free_.begin(), free_.end(), holds) || std::any_of(idle_.begin(), idle_.end(), holds);
 }
 
+/// The caller's Allocator knows no streams: it gets memory back once the GPU has done with it.
+void Memory::deallocate_returned() {
+  std::erase_if(returned_, [&](const Returned& r) {
+    if (!r.event || cudaEventQuery(r.event) != cudaSuccess) return false;
+    cudaEventDestroy(r.event);
+    allocator_->deallocate(r.data, r.num_bytes);
+    return true;
+  });
+}
+
 void Memory::give_back(const Piece& piece) noexcept {
   try {
     if (!piece.data) return;
+    std::lock_guard lock(mutex_);
     if (allocator_) {
-      // A graph reads and writes it at every replay.
-      if (!piece.capture) allocator_->deallocate(piece.data, piece.num_bytes);
+      if (piece.capture) return;  // a graph reads and writes it at every replay
+      transport::device::CurrentDevice current(device_);
+      Returned r{piece.data, piece.num_bytes, nullptr};
+      if (!capture_of(piece.stream)) {
+        check(cudaEventCreateWithFlags(&r.event, cudaEventDisableTiming), "cudaEventCreate");
+        check(cudaEventRecord(r.event, piece.stream), "cudaEventRecord");
+      }
+      returned_.push_back(r);
+      deallocate_returned();
       return;
     }
-    std::lock_guard lock(mutex_);
     if (!piece.capture && only_.is(piece.stream) && !only_.is_shared()) {
       idle_.emplace(piece.num_bytes, piece.data);
       return;

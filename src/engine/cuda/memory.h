@@ -119,6 +119,13 @@ class Memory {
   std::multimap<size_t, std::byte*> idle_;                          ///< given back by the only stream
   std::multimap<size_t, std::byte*> free_;                          ///< by size
   std::map<uint64_t, std::multimap<size_t, std::byte*>> captured_;  ///< free again within their capture only
+  struct Returned {
+    std::byte* data;
+    size_t num_bytes;
+    cudaEvent_t event;  ///< null: cannot be told before all is over
+  };
+  void deallocate_returned();
+  std::vector<Returned> returned_;  ///< to the caller's Allocator, when the GPU has passed the event
   std::vector<std::byte*> all_;
 };
 

@@ -229,13 +229,15 @@ struct Chunks {  // those of a block, ascending
   int list[kMaxChunks], num, ticket;
 };
 
-/// Returns whether the last of them had an id out of range. Takes and counts chunks until there are no more, and not just one: where few SMs are free
-/// the other blocks may not have started, and this one will wait for what the last chunk brings.
+/// Takes and counts chunks until there are no more, and not just one: where few SMs are free the other blocks may not have started, and
+/// this one will wait for what the last chunk brings. Returns whether the last of them had an id out of range.
 __device__ bool take_chunks(const DispatchArgs& a, const Shared& s, Chunks* chunks, int num_groups, Call call) {
   const int all = num_chunks(a.num_tokens);
   uint32_t* counter = &a.common.lane_control->tickets[call.copy][kChunkTicket];
+  // A ticket is asked for before it is needed, but not where there is a block for every chunk: nobody is to hold two.
+  const bool ahead = static_cast<int>(gridDim.x) < all;
   bool bad = false;
-  int next = 0;  // asked for before it is needed
+  int next = 0;
   if (threadIdx.x == 0) {
     chunks->num = 0;
     next = static_cast<int>(atomicAdd(counter, 1u));
@@ -246,12 +248,13 @@ __device__ bool take_chunks(const DispatchArgs& a, const Shared& s, Chunks* chun
       chunks->ticket = next;
       if (next < all) {
         chunks->list[chunks->num++] = next;
-        next = static_cast<int>(atomicAdd(counter, 1u));
+        if (ahead) next = static_cast<int>(atomicAdd(counter, 1u));
       }
     }
     __syncthreads();
     if (chunks->ticket >= all) return bad;
     bad = count_chunk(a, s, chunks->ticket, num_groups, call.epoch);
+    if (!ahead && threadIdx.x == 0) next = static_cast<int>(atomicAdd(counter, 1u));
   }
 }
 

@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) dispatch_kernel(const __grid_
   if constexpr (kPlain) {
     if (!a.cached) {
       early.mine = ask_entries(a, worker, some);
-      early.other = ask_entries(a, thread(), thread() < (block() == 0 ? static_cast<int>(a.num_tokens) : worker));
+      early.other = ask_entries(a, thread(), thread() < (block() == 0 ? static_cast<int>(a.num_tokens) : some ? worker : 0));
       if (some) early.weight = weight_of(a, static_cast<int64_t>(worker) * a.num_topk + min(lane_id(), a.num_topk - 1));
     }
     const auto* x = reinterpret_cast<const uint4*>(a.x + worker * a.x_stride);

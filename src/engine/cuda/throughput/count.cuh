@@ -6,9 +6,9 @@
 
 namespace turnout::engine::cuda::count {
 
-inline constexpr int kThreads = 768;  ///< more would have too few registers
-inline constexpr int kPairs = 2048;  ///< pairs of a step, in shared memory
-inline constexpr int kGroup = 32;    ///< pairs that find their place by looking at each other: a warp
+inline constexpr int kThreads = 640;  ///< more would have too few registers
+inline constexpr int kPairs = 2048;   ///< pairs of a step, in shared memory
+inline constexpr int kGroup = 32;     ///< pairs that find their place by looking at each other: a warp
 
 struct Shared {
   int32_t* running;  ///< [R + P] counts so far: token rows per rank, pairs per expert
@@ -49,23 +49,26 @@ __device__ __forceinline__ Step step_of(const DispatchArgs& a, int chunk, int i,
   return {begin, static_cast<int>(max(static_cast<int64_t>(0), min(static_cast<int64_t>(most), end - begin)))};
 }
 
-__device__ __noinline__ void tell_bad_id(const DispatchArgs& a, int64_t i, uint32_t epoch) {
-  DeviceRecord r{};
-  r.state = 4;
-  r.peer = a.common.team.rank;
-  r.epoch = epoch;
-  r.expected = i / a.num_topk;
-  r.k = static_cast<int32_t>(i % a.num_topk);
-  r.value = id_at(a, i);
-  write_reason(a.common, r);
-  *reinterpret_cast<volatile uint32_t*>(&a.common.lane_control->bad_ids) = epoch;
-  __threadfence();
+/// By each thread for those of a step that it has looked at.
+__device__ __noinline__ void tell_bad_ids(const DispatchArgs& a, Step step, uint32_t epoch) {
+  for (int j = static_cast<int>(threadIdx.x); j < step.n; j += kThreads) {
+    const int64_t i = step.begin + j, id = id_at(a, i);
+    if (id >= -1 && id < a.common.num_experts) continue;
+    DeviceRecord r{};
+    r.state = 4;
+    r.peer = a.common.team.rank;
+    r.epoch = epoch;
+    r.expected = i / a.num_topk;
+    r.k = static_cast<int32_t>(i % a.num_topk);
+    r.value = id;
+    write_reason(a.common, r);
+  }
 }
 
 /// Ids of a step to shared memory; what each pair finds before it in its group; counts of the groups before each group. Returns whether an
 /// id is out of range.
 __device__ inline bool load_step(const DispatchArgs& a, const Shared& s, Step step, uint32_t epoch) {
-  constexpr int kEach = (kPairs + kThreads - 1) / kThreads, kAtOnce = 16;
+  constexpr int kEach = (kPairs + kThreads - 1) / kThreads, kAtOnce = 8;
   const int num_ranks = a.common.team.num_ranks, columns = num_ranks + a.common.num_experts, topk = a.num_topk;
   const int num_groups = (step.n + kGroup - 1) / kGroup;
   // All loads first: each takes as long as all of them.
@@ -82,11 +85,12 @@ __device__ inline bool load_step(const DispatchArgs& a, const Shared& s, Step st
     const int i = static_cast<int>(threadIdx.x) + j * kThreads;
     if (i >= step.n) break;
     const bool is_id = ids[j] >= -1 && ids[j] < a.common.num_experts;  // else it counts as none; the call is refused for it
-    if (!is_id) tell_bad_id(a, step.begin + i, epoch), bad = true;
+    bad |= !is_id;
     const int id = is_id ? static_cast<int>(ids[j]) : -1;
     s.ids[i] = id;
     s.slot[i] = id >= 0 ? s.owner[id] : -1;
   }
+  if (bad) tell_bad_ids(a, step, epoch);
   bad = __syncthreads_or(bad);
   const unsigned below = (1u << lane_id()) - 1;
   for (int i = static_cast<int>(threadIdx.x); i < num_groups * kGroup; i += kThreads) {

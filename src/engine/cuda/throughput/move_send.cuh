@@ -148,8 +148,8 @@ struct FirstRows {
   int token[kMost] = {-1, -1}, num = 0;
 
   __device__ __forceinline__ void load(const DispatchArgs& a, const MoveShape& p, Shared& sh, std::byte* ring, Call call) {
-    tickets = Tickets(&a.common.lane_control->tickets[call.copy][kTokenTicket], static_cast<int>(a.num_tokens), p.senders * p.pushers,
-                      a.straight ? 16 : 8);
+    tickets =
+        Tickets(&a.common.lane_control->tickets[call.copy][kTokenTicket], static_cast<int>(a.num_tokens), p.senders * p.pushers, a.straight ? 16 : 8);
 #pragma unroll
     for (int j = 0; j < kMost; ++j) {
       if (j >= max(1, p.push_ring / 2)) break;
