@@ -8,6 +8,7 @@ namespace turnout::engine::cuda {
 
 /// Sets shared memory limits and loads every kernel. Once per device, before anybody waits.
 cudaError_t prepare_plan();
+cudaError_t prepare_hello();
 cudaError_t prepare_admit();
 cudaError_t prepare_move();
 cudaError_t prepare_combine();

@@ -3,6 +3,7 @@
 // headers with all ranks. Then every block sends ids, weights and positions of its chunks to where the rows will go.
 #include <algorithm>
 
+#include "engine/cuda/device/tell_host.cuh"
 #include "engine/cuda/kernels.h"
 #include "engine/cuda/launch.h"
 #include "engine/cuda/throughput/count.cuh"
@@ -108,22 +109,6 @@ __device__ void derive_tables(const DispatchArgs& a, const int32_t* table, uint3
   if (warp_id() == 0) prefix_sum(sent, num_ranks, r.send_offset);
   if (warp_id() == 1) prefix_sum(kept, num_ranks, r.recv_begin);
   __syncthreads();
-}
-
-/// What was written for the host before is complete. The whole block calls it.
-__device__ void publish_counts(int64_t* counts_for_host, uint32_t epoch) {
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    fence_system();
-    store_release(reinterpret_cast<uint64_t*>(&counts_for_host[CountWords::kEpoch]), epoch);
-  }
-}
-
-/// What the headers say of each rank's region.
-__device__ __forceinline__ void tell_rooms(const Common& c, Call call, int64_t* counts_for_host) {
-  static_assert(HeaderInts::kRoom % kWordPayload == 1);
-  for (int s = static_cast<int>(threadIdx.x); s < c.team.num_ranks; s += static_cast<int>(blockDim.x))
-    counts_for_host[CountWords::kRooms + s] = load_word(header_from(c, call, s) + HeaderInts::kRoom / kWordPayload).y * kRoomUnit;
 }
 
 /// Rooms and counts for the host (exact).
@@ -318,56 +303,6 @@ __global__ void __launch_bounds__(kThreads, 1) meta_kernel(const __grid_constant
   }
 }
 
-/// Who refuses waits for the others too, or refusals in a row would overtake a rank that has yet to see the first. Who does not come is
-/// left to the calls that need it: nothing fails here.
-__device__ void await_call(const Common& c, Call call, int rank) {
-  const auto* header = reinterpret_cast<const uint4*>(c.team.base[c.team.rank] + c.arena.header_at(c.lane, call.copy, rank));
-  const uint64_t start = clock_ns();
-  while (load_word(header).w != call.epoch && !is_aborted(c)) {
-    const uint64_t now = clock_ns();
-    if (now - start > c.control->busy_ns) return;
-    if (!may_look(c, rank, now)) continue;
-    const uint64_t abort = *reinterpret_cast<volatile uint64_t*>(&c.host->abort);
-    if (abort > c.control->generation || *reinterpret_cast<volatile uint32_t*>(&c.host->lost[rank]) != 0) return;
-  }
-}
-
-/// Start of a call whose routing is known, or of a further round: facts and offers only. One block. Also how a refused call is told (no
-/// offers then). A call that has failed keeps its rounds, without rows: ranks that did not wait for each other there would be too far
-/// apart in the next call.
-__global__ void __launch_bounds__(128, 1) hello_kernel(const __grid_constant__ HelloArgs h) {
-  __shared__ FactWords facts;
-  const Common& c = h.common;
-  const Call call = call_of(c);
-  clear_next_tickets(c, call);
-  if (__syncthreads_or(is_over(c, call))) {  // all threads have read the epoch
-    if (c.last_of_send) advance_epoch(c, call.epoch);
-    return;
-  }
-  volatile uint32_t* failed = &c.lane_control->failed;
-  const bool lost = h.round > 0 && (h.refused || *failed == call.epoch - 1), refused = h.refused && !lost;
-  if (threadIdx.x == 0) fill_facts(c, call.epoch, refused, 0, &facts, h.room);
-  __syncthreads();
-  if (!refused || !h.counted) send_header(c, call, HeaderInts::kRows, [&](int, int i) { return facts.words[i]; });
-  for (int d = static_cast<int>(threadIdx.x); !lost && d < c.team.num_ranks; d += static_cast<int>(blockDim.x)) {
-    // A peer that has had the counts already (exact size) sees a refusal in the offer.
-    if (refused) send_offer(c, call, d, 0, kRefusedOffer, 0);
-    else send_offer(c, call, d, h.block, h.block_rows, h.channels);
-  }
-  if (refused) {
-    for (int s = static_cast<int>(threadIdx.x); s < c.team.num_ranks; s += static_cast<int>(blockDim.x)) await_call(c, call, s);
-  } else {
-    const bool good = receive_headers(c, call, HeaderInts::kRows, &facts, [](int, int, uint32_t) {});
-    if (good && h.counts_for_host) {
-      tell_rooms(c, call, h.counts_for_host);
-      publish_counts(h.counts_for_host, call.epoch);
-    }
-  }
-  if (lost && threadIdx.x == 0) *failed = call.epoch;
-  __syncthreads();
-  if (c.last_of_send) advance_epoch(c, call.epoch);
-}
-
 }  // namespace
 
 int plan_groups(int num_ranks, int num_experts) {
@@ -390,17 +325,12 @@ cudaError_t launch_meta(const DispatchArgs& a, int num_ranks, int num_experts, i
   const int grid = std::min(blocks, num_chunks(a.num_tokens));
   return launch_kernel(meta_kernel, grid, kThreads, plan_shared_bytes(num_ranks, num_experts), stream, false, a, plan_groups(num_ranks, num_experts));
 }
-cudaError_t launch_hello(const HelloArgs& h, cudaStream_t stream) {
-  hello_kernel<<<1, 128, 0, stream>>>(h);
-  return cudaGetLastError();
-}
 cudaError_t prepare_plan() {
   // Loading a kernel later, while a peer waits, could stop everything.
   for (const void* kernel : {reinterpret_cast<const void*>(plan_kernel), reinterpret_cast<const void*>(meta_kernel)}) {
     if (const cudaError_t bad = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 200 * 1024)) return bad;
   }
-  cudaFuncAttributes unused;
-  return cudaFuncGetAttributes(&unused, hello_kernel);
+  return prepare_hello();
 }
 
 }  // namespace turnout::engine::cuda
