@@ -13,6 +13,7 @@ class PendingCall : public DevicePending {
   DeviceDispatch finish_dispatch() override;
   DeviceCombine finish_combine() override;
   int64_t* arrived() override { return dispatch.arrived; }
+  ~PendingCall() override;
   PendingCall(const PendingCall&) = delete;
   PendingCall& operator=(const PendingCall&) = delete;
   /// Issues the receiving part, if it has not been: at the wait, or earlier where a later call needs the staging of this one.
