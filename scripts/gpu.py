@@ -36,10 +36,11 @@ LIBRARIES = ["**/libturnout_cuda.so", "**/libturnout.so.*"]
 # of a GoogleTest program that may run side by side. `also`: (suffix, words of the environment, arguments) of further runs.
 SETTINGS = {
     "cuda_engine_contract_test": {"shards": 10, "seconds": 240, "also": [
-        ("no_sm90", {"TURNOUT_CUDA_LIBRARY": "no_sm90"}, []),
+        ("no_sm90", {"TURNOUT_CUDA_LIBRARY": "no_sm90"}, ["--gtest_filter=*EqualsTheOracle/*"]),
+        # racecheck knows no barriers that are written in PTX, so it looks at the kernels without bulk copies.
         # One rank: these tools run one kernel at a time, and kernels of several ranks wait for each other.
         ("memcheck", {}, ["--gtest_filter=*SmallCalls*/1_ranks*"]),
-        ("racecheck", {}, ["--gtest_filter=*SmallCalls*/1_ranks*"])]},
+        ("racecheck", {"TURNOUT_CUDA_LIBRARY": "no_sm90"}, ["--gtest_filter=*SmallCalls*/1_ranks*"])]},
     "cuda_low_latency_test": {"shards": 6, "also": [("no_sm90", {"TURNOUT_CUDA_LIBRARY": "no_sm90"}, [])]},
     "cuda_command_test": {"seconds": 240},
     "cuda_window_test": {"also": [("ipc", {"TURNOUT_DEVICE_MEMORY": "ipc"}, [])]},

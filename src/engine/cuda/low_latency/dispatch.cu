@@ -2,6 +2,7 @@
 // the headers where they belong, and lays each out as its words arrive. Positions are counted twice or more often rather than
 // waited for: by every block for its own tokens, and by every block for the tables of the receiving side.
 #include "engine/cuda/kernels.h"
+#include "engine/cuda/low_latency/counts.cuh"
 #include "engine/cuda/low_latency/lay_out.cuh"
 #include "engine/cuda/low_latency/publish.cuh"
 #include "engine/cuda/low_latency/send.cuh"
@@ -125,7 +126,8 @@ __device__ void clear_counts(const DispatchArgs& a) {
 }
 
 template <bool kPlain>
-__global__ void __launch_bounds__(kMostThreads, 1) dispatch_kernel(const __grid_constant__ DispatchArgs a, const __grid_constant__ SharedPlan plan, const __grid_constant__ RowFormat f) {
+__global__ void __launch_bounds__(kMostThreads, 1)
+    dispatch_kernel(const __grid_constant__ DispatchArgs a, const __grid_constant__ SharedPlan plan, const __grid_constant__ RowFormat f) {
   extern __shared__ __align__(128) std::byte memory[];
   __shared__ Token token;
   __shared__ Admission admission;

@@ -1,5 +1,5 @@
-// The sending side of a low-latency dispatch: counts, and rows. A block that sends a token finds its places itself, by counting
-// all tokens before it.
+// The rows of a low-latency dispatch on their way out. A block that sends a token finds its places itself, by counting all tokens
+// before it.
 #pragma once
 #include "engine/cuda/device/chunk.cuh"
 #include "engine/cuda/low_latency/tables.cuh"
@@ -13,7 +13,7 @@ struct Token {
   int32_t pair[kMaxTopk];  ///< earlier pairs of the same expert
   int32_t row[kMaxTopk];   ///< place in the list of that destination
   float weight[kMaxTopk];
-  uint32_t remote;         ///< of a plain token: the k's with a key that is another rank
+  uint32_t remote;  ///< of a plain token: the k's with a key that is another rank
 };
 struct Meta {  // of a row, where RowFormat::meta says
   int32_t* id;
@@ -390,122 +390,6 @@ __device__ __forceinline__ void send_row(const DispatchArgs& a, const RowFormat&
       if (s->key[k] >= 0 && s->key[k] != c.team.rank) send(k);
     }
   }
-}
-
-/// id_of(), all bits of it.
-__device__ __forceinline__ int wide_id_of(const DispatchArgs& a, int64_t i) {
-  const int id = id_of(a, i);
-  const bool fits = !a.ids_are_64 || __ldg(static_cast<const int32_t*>(a.topk_idx) + 2 * i + 1) == id >> 31;
-  return fits ? id : -2;
-}
-
-/// Counts the pairs of each expert in t.before and the rows to each rank in t.scratch. Returns where an id is no expert, -1: nowhere.
-__device__ inline int count_all(const DispatchArgs& a, const Tables& t) {
-  const Common& c = a.common;
-  const int ranks = c.team.num_ranks, topk = a.num_topk, tokens = static_cast<int>(a.num_tokens);
-  int32_t* rows = t.scratch;
-  int bad = -1;  // where an id is no expert
-#pragma unroll 1
-  for (int base = warp_id() * 32; base < tokens; base += num_threads()) {
-    const int u = base + lane_id();
-    uint64_t low = 0, high = 0;  // ranks that the token goes to
-#pragma unroll 4
-    for (int j = 0; j < topk; ++j) {
-      const int id = u < tokens ? wide_id_of(a, static_cast<int64_t>(u) * topk + j) : -1;
-      if (id == -2) bad = u * kMaxTopk + j;
-      if (id < 0) continue;
-      const int owner = t.owner[id];
-      atomicAdd(&t.before[owner * c.max_local + t.local[id]], 1);
-      (owner < 64 ? low : high) |= 1ull << owner % 64;
-    }
-    if (ranks <= 8) {
-#pragma unroll 1
-      for (int r = 0; r < ranks; ++r) {
-        const int n = __popc(__ballot_sync(kFull, low >> r & 1));
-        if (lane_id() == 0 && n) atomicAdd(&rows[r], n);
-      }
-    } else {
-#pragma unroll 1
-      for (; low; low &= low - 1) atomicAdd(&rows[__ffsll(static_cast<long long>(low)) - 1], 1);
-#pragma unroll 1
-      for (; high; high &= high - 1) atomicAdd(&rows[63 + __ffsll(static_cast<long long>(high))], 1);
-    }
-  }
-  return bad;
-}
-/// The same of plain tokens: a thread looks at one of them, at the first before it knows anything else.
-__device__ __forceinline__ int count_all_plain(const DispatchArgs& a, const Tables& t, const Early& early, bool use_early) {
-  const Common& c = a.common;
-  int bad = -1;
-#pragma unroll 1
-  for (int64_t u = thread(); u - lane_id() < a.num_tokens; u += num_threads()) {
-    const Entries e = use_early && u == thread() ? early.other : ask_entries(a, u, u < a.num_tokens);
-    const Entries upper = a.ids_are_64 ? ask_entries<true>(a, u, u < a.num_tokens) : Entries{};
-    uint32_t ranks = 0;
-#pragma unroll
-    for (int k = 0; k < Entries::kMost; ++k) {
-      int id = u < a.num_tokens ? entry_of(a, e, k) : -1;
-      if (id != -2 && a.ids_are_64 && u < a.num_tokens && k < a.num_topk && static_cast<int>(upper.words[k]) != id >> 31) id = -2;
-      if (id == -2) bad = static_cast<int>(u) * kMaxTopk + k;
-      if (id < 0) continue;
-      const int owner = t.owner[id];
-      atomicAdd(&t.before[owner * c.max_local + t.local[id]], 1);
-      ranks |= 1u << owner;
-    }
-#pragma unroll 1
-    for (int r = 0; r < c.team.num_ranks; ++r) {
-      const int n = __popc(__ballot_sync(kFull, ranks >> r & 1));
-      if (lane_id() == 0 && n) atomicAdd(&t.scratch[r], n);
-    }
-  }
-  return bad;
-}
-/// Before counting, and a barrier.
-__device__ __forceinline__ void clear_counters(const DispatchArgs& a, const Tables& t) {
-  const int ranks = a.common.team.num_ranks;
-#pragma unroll 1
-  for (int i = thread(); i < ranks; i += num_threads()) t.scratch[i] = 0;
-#pragma unroll 1
-  for (int i = thread(); i < ranks * a.common.max_local; i += num_threads()) t.before[i] = 0;
-}
-
-/// Facts and counts to all ranks, this one included.
-template <bool kPlain>
-__device__ __forceinline__ void send_counts(const DispatchArgs& a, const Tables& t, Call call, const Early& early, bool use_early, FactWords* facts) {
-  const Common& c = a.common;
-  const int ranks = c.team.num_ranks, topk = a.num_topk;
-  if (thread() == num_threads() - 1) fill_facts(c, call.epoch, false, a.num_tokens, facts);
-  if (a.cached) {
-    __syncthreads();
-    send_header(c, call, HeaderInts::kRows, [&](int, int i) { return facts->words[i]; });
-    return;
-  }
-  if (!use_early) {
-    clear_counters(a, t);
-    __syncthreads();
-  }
-  int bad;
-  if constexpr (kPlain) bad = count_all_plain(a, t, early, use_early);
-  else bad = count_all(a, t);
-  if (bad >= 0) {
-    const int64_t i = static_cast<int64_t>(bad / kMaxTopk) * topk + bad % kMaxTopk;
-    decltype(HostWords::record) r{};
-    r.state = 4;
-    r.peer = c.team.rank;
-    r.epoch = call.epoch;
-    r.expected = bad / kMaxTopk;
-    r.k = bad % kMaxTopk;
-    r.value = a.ids_are_64 ? static_cast<const int64_t*>(a.topk_idx)[i] : static_cast<const int32_t*>(a.topk_idx)[i];
-    write_reason(c, r);
-  }
-  const bool refused = __syncthreads_or(bad >= 0);
-  send_header(c, call, HeaderInts::experts(ranks) + c.max_local, [&](int rank, int i) -> uint32_t {
-    if (i == HeaderInts::kRefused) return refused;
-    if (i < HeaderInts::kRows) return facts->words[i];
-    if (i < HeaderInts::experts(ranks)) return static_cast<uint32_t>(t.scratch[i - HeaderInts::kRows]);
-    return static_cast<uint32_t>(t.before[rank * c.max_local + i - HeaderInts::experts(ranks)]);
-  });
-  __syncthreads();
 }
 
 }  // namespace turnout::engine::cuda::low_latency

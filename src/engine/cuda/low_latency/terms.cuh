@@ -70,7 +70,7 @@ __device__ __forceinline__ uint64_t terms_to_add(const CombineArgs& a, const Ter
 
 /// Whether rows of y may come to shared memory. Those of fp32 are long, and the code of adding them has no registers to spare.
 template <DType kType, bool kFast>
-inline constexpr bool kFetches = kFast && kType != DType::fp32;
+inline constexpr bool kFetches = kFast&& kType != DType::fp32;
 
 /// Rows of y in shared memory: those of the first row that a block sends, and those of its first token. All are asked for before the
 /// first is needed; stores to other ranks hold up loads that come after them, but not these.
@@ -98,10 +98,11 @@ __device__ __forceinline__ bool fetch(const Work& w, const Terms<kHalves>& t, co
   return true;
 }
 
-/// Sum of the terms of a row, a unit of it, rounded. `fetched`: where they are, if fetch() has said so. The whole warp calls it. All loads of a batch come before their first use.
-/// -0 + x is x for every x, so a sum may start there.
+/// Sum of the terms of a row, a unit of it, rounded. `fetched`: where they are, if fetch() has said so. The whole warp calls it. All loads of a batch
+/// come before their first use. -0 + x is x for every x, so a sum may start there.
 template <DType kType, bool kFast, int kHalves>
-__device__ __forceinline__ void sum_terms(const Work& w, const Terms<kHalves>& t, bool is_fetched, const Fetched& fetched, const Place& place, uint32_t* out) {
+__device__ __forceinline__ void sum_terms(const Work& w, const Terms<kHalves>& t, bool is_fetched, const Fetched& fetched, const Place& place,
+                                          uint32_t* out) {
   constexpr int kBatch = !kFast || kType == DType::fp32 ? 1 : kHasBulk ? 4 : 6;  // what can be fetched need not be in registers
   const CombineArgs& a = w.a;
   float sum[kUnit];
