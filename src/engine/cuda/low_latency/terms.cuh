@@ -103,7 +103,13 @@ __device__ __forceinline__ bool fetch(const Work& w, const Terms<kHalves>& t, co
 template <DType kType, bool kFast, int kHalves>
 __device__ __forceinline__ void sum_terms(const Work& w, const Terms<kHalves>& t, bool is_fetched, const Fetched& fetched, const Place& place,
                                           uint32_t* out) {
-  constexpr int kBatch = !kFast || kType == DType::fp32 ? 1 : kHasBulk ? 4 : 6;  // what can be fetched need not be in registers
+  // What can be fetched need not be in registers; ptxas needs more of them for sm_100.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  constexpr int kWithBulk = 2;
+#else
+  constexpr int kWithBulk = 4;
+#endif
+  constexpr int kBatch = !kFast || kType == DType::fp32 ? 1 : kHasBulk ? kWithBulk : 6;
   const CombineArgs& a = w.a;
   float sum[kUnit];
 #pragma unroll
