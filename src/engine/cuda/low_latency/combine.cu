@@ -13,9 +13,10 @@ namespace turnout::engine::cuda {
 namespace low_latency {
 namespace {
 
-/// 299 units of a row of 7168, and the clerk. Rows without alignment have more to do with fewer threads.
-template <bool kFast>
-inline constexpr int kThreads = kFast ? 320 + 32 : 256;
+/// 299 units of a row of 7168, and the clerk. Rows without alignment have more to do with fewer threads; those of fp32 need the
+/// registers.
+template <DType kType, bool kFast>
+inline constexpr int kThreads = kFast&& kType != DType::fp32 ? 320 + 32 : 256;
 /// Entries of a token that a lane holds: 32 or 64 a warp.
 template <bool kFast>
 inline constexpr int kHalvesOf = kFast ? 1 : 2;
@@ -260,7 +261,7 @@ __device__ void poison(const CombineArgs& a, int worker) {
 }
 
 template <DType kType, bool kFast>
-__global__ void __launch_bounds__(kThreads<kFast>, 1) combine_kernel(const __grid_constant__ CombineArgs a, int num_fetched) {
+__global__ void __launch_bounds__(kThreads<kType, kFast>, 1) combine_kernel(const __grid_constant__ CombineArgs a, int num_fetched) {
   extern __shared__ __align__(128) std::byte memory[];
   __shared__ uint64_t barriers[2 * Fetched::kMost];
   __shared__ int32_t begins[kMaxRanks + 1], records[kMaxRanks], sent[kMaxRanks], send_offset[kMaxRanks + 1];
@@ -320,8 +321,8 @@ cudaError_t launch(const CombineArgs& a, int blocks, cudaStream_t stream) {
   const int64_t row = a.hidden * kElement<kType>, room = (most - kStaticBytes) / (2 * row);
   const int rows = kFetches<kType, true> ? static_cast<int>(std::min<int64_t>({room, a.num_topk, Fetched::kMost})) : 0;
   if (bits % 16 == 0 && a.hidden % kUnitChunk == 0 && a.num_topk <= 32)
-    combine_kernel<kType, true><<<blocks, threads(kThreads<true>), static_cast<size_t>(2 * rows * row), stream>>>(a, rows);
-  else combine_kernel<kType, false><<<blocks, threads(kThreads<false>), 0, stream>>>(a, 0);
+    combine_kernel<kType, true><<<blocks, threads(kThreads<kType, true>), static_cast<size_t>(2 * rows * row), stream>>>(a, rows);
+  else combine_kernel<kType, false><<<blocks, threads(kThreads<kType, false>), 0, stream>>>(a, 0);
   return cudaGetLastError();
 }
 template <DType kType>
