@@ -32,8 +32,9 @@ CUDA_TREES = ["include", "src/core", "src/util", "src/transport", "src/engine", 
 PROGRAMS = ["tests/cuda/*_test", "bench/cuda/gpu_bench", "tools/turnout", "tests/engine/soak"]
 LIBRARIES = ["**/libturnout_cuda.so", "**/libturnout.so.*"]
 
-# How a program is run, if not once on all GPUs for at most two minutes. `gpus`: 1 runs beside others, on any one GPU. `shards`: parts
-# of a GoogleTest program that may run side by side. `also`: (suffix, words of the environment, arguments) of further runs.
+# How a program is run, if not once, beside others, for at most two minutes (`seconds`). `shards`: parts of a GoogleTest program that may
+# run side by side. `alone`: nothing runs beside it. `also`: (suffix, words of the environment, arguments) of further runs; `run` False:
+# only those.
 SETTINGS = {
     "cuda_engine_contract_test": {"shards": 10, "seconds": 240, "also": [
         ("no_sm90", {"TURNOUT_CUDA_LIBRARY": "no_sm90"}, ["--gtest_filter=*EqualsTheOracle/*"]),

@@ -9,6 +9,11 @@ std::vector<Shape> shapes() {
     s.name = std::move(label);
     all.push_back(s);
   };
+  const auto add_both = [&](Shape s, const std::string& label) {
+    add(s, "dispatch " + label);
+    s.combine = true;
+    add(s, "combine " + label);
+  };
   Shape big;
   add(big, "dispatch bf16 rank_major 4096");
   Shape sms = big;
@@ -74,16 +79,12 @@ std::vector<Shape> shapes() {
     Shape s;
     s.mode = Mode::automatic;
     s.tokens = tokens;
-    add(s, "dispatch bf16 rank_major auto " + std::to_string(tokens));
-    s.combine = true;
-    add(s, "combine bf16 rank_major auto " + std::to_string(tokens));
+    add_both(s, "bf16 rank_major auto " + std::to_string(tokens));
   }
   for (int64_t tokens : {1024, 2048, 8192}) {
     Shape s;
     s.tokens = tokens;
-    add(s, "dispatch bf16 rank_major " + std::to_string(tokens));
-    s.combine = true;
-    add(s, "combine bf16 rank_major " + std::to_string(tokens));
+    add_both(s, "bf16 rank_major " + std::to_string(tokens));
   }
   for (int64_t hidden : {2048, 2880, 4096}) {
     Shape s;
@@ -95,9 +96,7 @@ std::vector<Shape> shapes() {
   add(skewed, "dispatch bf16 rank_major 4096 zipf:1");
   Shape graph;
   graph.graph_calls = 10;
-  add(graph, "dispatch bf16 rank_major 4096, graph");
-  graph.combine = true;
-  add(graph, "combine bf16 rank_major 4096, graph");
+  add_both(graph, "bf16 rank_major 4096, graph");
   return all;
 }
 

@@ -1,21 +1,18 @@
 // The command on GPUs: what the CPU's tests ask of it, with --device cuda. The program is $COMMAND_UNDER_TEST, or lies beside this one.
 #include <gtest/gtest.h>
-#include <sys/wait.h>
 
-#include <array>
-#include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <string>
 
+#include "support/shell.h"
+
 namespace turnout::tools {
 namespace {
 
-struct Answer {
-  int status;
-  std::string text;
-};
+using support::Answer;
+using support::answer_of;
 
 std::string program() {
   if (const char* given = std::getenv("COMMAND_UNDER_TEST")) return given;  // NOLINT(concurrency-mt-unsafe)
@@ -25,14 +22,7 @@ std::string program() {
 /// `and_errors`: both streams.
 Answer ask(const std::string& words, bool and_errors = true) {
   const std::string line = "timeout -k 5 100 '" + program() + "' " + words + (and_errors ? " 2>&1" : "") + " </dev/null";
-  FILE* pipe = popen(line.c_str(), "r");
-  if (!pipe) return {-1, "no shell"};
-  Answer answer{0, ""};
-  std::array<char, 4096> buffer;
-  for (size_t n = 0; (n = std::fread(buffer.data(), 1, buffer.size(), pipe)) > 0;) answer.text.append(buffer.data(), n);
-  const int status = pclose(pipe);
-  answer.status = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-  return answer;
+  return answer_of(line);
 }
 
 /// Lines "cuda: N: ..." of `turnout version`.

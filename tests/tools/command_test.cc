@@ -1,34 +1,23 @@
 // The command as its users meet it: what is wrong is said in one line that names the option, the status is 2, and no rank was started.
 #include <gtest/gtest.h>
-#include <sys/wait.h>
 
-#include <array>
-#include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <string>
 
+#include "support/shell.h"
 #include "tools/report.h"
 
 namespace turnout::tools {
 namespace {
 
-struct Answer {
-  int status;
-  std::string text;  ///< both streams
-};
+using support::Answer;
+using support::answer_of;
 
 /// Words as a shell takes them; `environment` goes before them.
 Answer ask(const std::string& words, const std::string& environment = "") {
   const std::string line = environment + " timeout 60 " TURNOUT_COMMAND " " + words + " 2>&1 </dev/null";
-  FILE* pipe = popen(line.c_str(), "r");
-  if (!pipe) return {-1, "no shell"};
-  Answer answer{0, ""};
-  std::array<char, 4096> buffer;
-  for (size_t n = 0; (n = std::fread(buffer.data(), 1, buffer.size(), pipe)) > 0;) answer.text.append(buffer.data(), n);
-  const int status = pclose(pipe);
-  answer.status = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-  return answer;
+  return answer_of(line);
 }
 
 void expect_refused(const std::string& words, const std::string& why) {
