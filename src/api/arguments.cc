@@ -124,17 +124,6 @@ bool are_experts(const Id* ids, int64_t n, int num_experts) {
   return good;
 }
 
-void check_ids(const TensorView& ids, int num_experts) {
-  const int64_t n = ids.num_elements();
-  if (ids.dtype == DType::i64 ? are_experts(ids.as<const int64_t>(), n, num_experts) : are_experts(ids.as<const int32_t>(), n, num_experts)) return;
-  for (int64_t i = 0; i < n; ++i) {
-    const int64_t id = ids.dtype == DType::i64 ? ids.as<const int64_t>()[i] : ids.as<const int32_t>()[i];
-    if (id >= -1 && id < num_experts) continue;
-    refuse("dispatch: topk_idx[" + str(i / ids.shape[1]) + "][" + str(i % ids.shape[1]) + "] is " + str(id) + ", but experts are 0 to " +
-           str(num_experts - 1) + ", and -1 is none");
-  }
-}
-
 void check_row_width(const Name& what, const TensorView& t, const BufferConfig& config) {
   const int64_t hidden = t.shape[static_cast<size_t>(t.ndim - 1)];
   if (hidden < 1) refuse(what + " is " + t.to_string() + ": rows must have at least one element");
@@ -242,6 +231,17 @@ void check_routing_args(const engine::Context& context, const DispatchArgs& args
 }
 
 }  // namespace
+
+void check_ids(const TensorView& ids, int num_experts) {
+  const int64_t n = ids.shape[0] * ids.shape[1];
+  if (ids.dtype == DType::i64 ? are_experts(ids.as<const int64_t>(), n, num_experts) : are_experts(ids.as<const int32_t>(), n, num_experts)) return;
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t id = ids.dtype == DType::i64 ? ids.as<const int64_t>()[i] : ids.as<const int32_t>()[i];
+    if (id >= -1 && id < num_experts) continue;
+    refuse("dispatch: topk_idx[" + str(i / ids.shape[1]) + "][" + str(i % ids.shape[1]) + "] is " + str(id) + ", but experts are 0 to " +
+           str(num_experts - 1) + ", and -1 is none");
+  }
+}
 
 std::string lane_problem(const BufferConfig& config, int lane) {
   return "lane is " + str(lane) + ", but this Buffer has lanes 0 to " + str(config.num_lanes - 1);

@@ -13,6 +13,12 @@ namespace turnout::api {
 void check_dispatch(const engine::Context& context, const DispatchArgs& args);
 void check_combine(const engine::Context& context, const CombineArgs& args);
 
+/// Ids alone: -1 or an expert. REQUIRES: a matrix of i32 or i64 as check_dispatch() takes it, with data unless it is empty.
+void check_ids(const TensorView& ids, int num_experts);
+
+/// The fact that tells expert maps apart.
+inline int64_t generation_of(const core::ExpertMap& experts) { return static_cast<int64_t>(experts.hash() >> 1); }
+
 inline bool has_lane(const BufferConfig& config, int lane) { return lane >= 0 && lane < config.num_lanes; }
 /// What is wrong with a lane that is not there.
 std::string lane_problem(const BufferConfig& config, int lane);

@@ -58,6 +58,7 @@ BufferImpl::BufferImpl(std::shared_ptr<CommunicatorImpl> communicator, const Buf
     device_->watch([c = context_](int peer) { return c->has_closed(peer); }, [c = context_] { c->check_abort(); });
   }
   for (int lane = 0; lane < config.num_lanes; ++lane) lanes_.push_back(std::make_unique<Lane>(context_, lane));
+  known_.resize(lanes_.size());
   std::vector<Lane*> siblings;
   for (auto& lane : lanes_) siblings.push_back(lane.get());
   for (auto& lane : lanes_) lane->set_siblings(siblings);
@@ -187,40 +188,36 @@ template std::shared_ptr<PendingImpl> BufferImpl::start(const DispatchArgs&, Pen
 template std::shared_ptr<PendingImpl> BufferImpl::start(const CombineArgs&, PendingImpl*);
 
 engine::Call* BufferImpl::make_call(const DispatchArgs& args, Lane& lane, PendingImpl& pending) {
-  api::check_dispatch(*context_, args);
-  engine::CallFacts facts = api::facts_of(*context_, args);
+  const engine::KnownFacts& known = known_[static_cast<size_t>(lane.index())].dispatch.check(*context_, args, *lane.experts());
   std::shared_ptr<Routing> fresh;
   std::shared_ptr<const Routing> cached;
   if (args.handle) {
     cached = args.handle->routing();
-    facts.generation = static_cast<int64_t>(cached->experts->hash() >> 1);
   } else {
-    std::shared_ptr<const core::ExpertMap> experts;
-    {
-      std::lock_guard map_lock(context_->experts_mutex);
-      experts = context_->experts;
-    }
-    facts.generation = static_cast<int64_t>(experts->hash() >> 1);
-    fresh = engine::list_sends(std::move(experts), args.topk_idx, args.topk_weights, args.x.shape[0]);
+    fresh = engine::list_sends(lane.experts(), args.topk_idx, args.topk_weights, args.x.shape[0]);
     fresh->buffer = context_->serial;
     fresh->id = static_cast<int64_t>(args.lane) << 48 | static_cast<int64_t>(lane.next_epoch());
     fresh->layout = args.layout;
     fresh->capacity = args.capacity.value_or(-1);
     fresh->alignment = args.layout == Layout::expert_major ? args.expert_alignment : 1;
   }
-  pending.dispatch =
+  auto call =
       std::allocate_shared<engine::DispatchCall>(engine::CachedAllocator<engine::DispatchCall>(), context_, args.lane, lane.next_epoch(),
-                                                 lane.first_epoch(), facts, args, std::move(fresh), std::move(cached));
-  lane.add(pending.dispatch);
-  return pending.dispatch.get();
+                                                 lane.first_epoch(), known, args, std::move(fresh), std::move(cached));
+  pending.dispatch = call.get();
+  if (pending.keeper) pending.call = call;
+  lane.add(std::move(call));
+  return pending.dispatch;
 }
 
 engine::Call* BufferImpl::make_call(const CombineArgs& args, Lane& lane, PendingImpl& pending) {
-  api::check_combine(*context_, args);
-  pending.combine = std::allocate_shared<engine::CombineCall>(engine::CachedAllocator<engine::CombineCall>(), context_, args.lane, lane.next_epoch(),
-                                                              lane.first_epoch(), api::facts_of(*context_, args), args, args.handle->routing());
-  lane.add(pending.combine);
-  return pending.combine.get();
+  const engine::KnownFacts& known = known_[static_cast<size_t>(lane.index())].combine.check(*context_, args);
+  auto call = std::allocate_shared<engine::CombineCall>(engine::CachedAllocator<engine::CombineCall>(), context_, args.lane, lane.next_epoch(),
+                                                              lane.first_epoch(), known, args, args.handle->routing());
+  pending.combine = call.get();
+  if (pending.keeper) pending.call = call;
+  lane.add(std::move(call));
+  return pending.combine;
 }
 
 void BufferImpl::receive_meanwhile(const std::shared_ptr<PendingImpl>& pending) {
@@ -262,6 +259,7 @@ void BufferImpl::set_expert_to_rank(const std::vector<int>& expert_to_rank) {
   if (device_) device_->set_experts(expert_to_rank);
   std::lock_guard lock(context_->experts_mutex);
   context_->experts = std::move(map);
+  context_->num_maps.fetch_add(1, std::memory_order_release);
 }
 
 void BufferImpl::check() {

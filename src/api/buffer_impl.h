@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "api/communicator_impl.h"
+#include "api/known_call.h"
 #include "engine/cpu/combine_call.h"
 #include "engine/cpu/dispatch_call.h"
 #include "engine/cpu/lane.h"
@@ -44,8 +45,9 @@ class PendingImpl {
   BufferImpl* const buffer;
   std::shared_ptr<BufferImpl> keeper;  ///< the same, where the call may outlive whoever made it
   const int lane;
-  std::shared_ptr<engine::DispatchCall> dispatch;
-  std::shared_ptr<engine::CombineCall> combine;
+  engine::DispatchCall* dispatch = nullptr;  ///< the lane's while it is outstanding there
+  engine::CombineCall* combine = nullptr;    ///< likewise
+  std::shared_ptr<engine::Call> call;        ///< one of these, where something may come between the issue and the end
   std::unique_ptr<engine::DevicePending> device;
   std::optional<DispatchArgs> dispatch_args;  ///< of a call that outlives the caller's, and with `device`
   std::optional<CombineArgs> combine_args;
@@ -68,8 +70,12 @@ class BufferImpl : public std::enable_shared_from_this<BufferImpl> {
   /// returned. REQUIRES: `pending` is new and of args.lane.
   template <class Args>
   std::shared_ptr<PendingImpl> start(const Args& args, PendingImpl* pending = nullptr);
-  DispatchResult finish_dispatch(PendingImpl& pending);
-  CombineResult finish_combine(PendingImpl& pending);
+  DispatchResult finish_dispatch(PendingImpl& pending) {
+    return pending.device ? finish_dispatch_on_device(pending) : finish_dispatch_on_host(pending);
+  }
+  CombineResult finish_combine(PendingImpl& pending) {
+    return pending.device ? finish_combine_on_device(pending) : finish_combine_on_host(pending);
+  }
   /// Drives a pending call that nobody wants any more to its end.
   void drop(PendingImpl& pending) noexcept;
 
@@ -94,6 +100,8 @@ class BufferImpl : public std::enable_shared_from_this<BufferImpl> {
   engine::Call* make_call(const CombineArgs& args, engine::Lane& lane, PendingImpl& pending);
   template <class Args>
   [[noreturn]] void refuse(const Args& args, engine::Lane& lane, const std::exception_ptr& why);
+  DispatchResult finish_dispatch_on_host(PendingImpl& pending);
+  CombineResult finish_combine_on_host(PendingImpl& pending);
   [[noreturn]] void stop_for_lane(const char* call, int lane);
   void agree(const BufferConfig& config);
 
@@ -109,6 +117,11 @@ class BufferImpl : public std::enable_shared_from_this<BufferImpl> {
   std::shared_ptr<CommunicatorImpl> communicator_;
   std::shared_ptr<engine::Context> context_;
   std::vector<std::unique_ptr<engine::Lane>> lanes_;
+  struct Known {
+    api::KnownDispatch dispatch;
+    api::KnownCombine combine;
+  };
+  std::vector<Known> known_;  ///< per lane
   std::shared_ptr<engine::DeviceEngine> device_;
   std::vector<int64_t> device_calls_;  ///< per lane: calls issued, refused ones included
 };

@@ -2,6 +2,7 @@
 #include <utility>
 
 #include "api/buffer_impl.h"
+#include "engine/cpu/block_cache.h"
 
 namespace turnout {
 inline namespace v0 {
@@ -62,24 +63,24 @@ void set_rows(TensorView& view, const Routing& r, std::byte* data, DType dtype, 
   view.strides = {stride * r.capacity, stride, 1};
 }
 
-/// Drives a call to its end and takes what it brought.
+/// Drives a call to its end and takes what it brought. `owner` keeps it for its arguments.
 template <class AnyCall>
-auto outcome_of(engine::Lane& lane, AnyCall& call, std::unique_lock<std::mutex> lock) {
+auto outcome_of(engine::Lane& lane, AnyCall& call, std::unique_lock<std::mutex> lock, std::shared_ptr<engine::Call>& owner) {
   if (!lock.owns_lock()) lock = std::unique_lock(lane.mutex);
   lane.drive(call, engine::Lane::Until::done);
-  lane.remove(&call);
+  owner = lane.remove(&call);
   return call.take();
 }
 
 }  // namespace
 
-DispatchResult BufferImpl::finish_dispatch(PendingImpl& pending) {
-  if (pending.device) return finish_dispatch_on_device(pending);
-  engine::DispatchCall* const call = pending.dispatch.get();
-  engine::DispatchOutcome outcome = outcome_of(lane(pending.lane), *call, std::move(pending.lock));
+DispatchResult BufferImpl::finish_dispatch_on_host(PendingImpl& pending) {
+  engine::DispatchCall* const call = pending.dispatch;
+  std::shared_ptr<engine::Call> owner;
+  engine::DispatchOutcome outcome = outcome_of(lane(pending.lane), *call, std::move(pending.lock), owner);
   const DispatchArgs& args = call->args();
   const Routing& r = *outcome.routing;
-  auto memory = std::make_shared<Memory>();
+  auto memory = std::allocate_shared<Memory>(engine::CachedAllocator<Memory>());
   memory->rows = std::move(outcome.memory);
   memory->routing = outcome.routing;
   memory->num_rows = r.num_rows;
@@ -121,13 +122,13 @@ DispatchResult BufferImpl::finish_dispatch(PendingImpl& pending) {
   return result;
 }
 
-CombineResult BufferImpl::finish_combine(PendingImpl& pending) {
-  if (pending.device) return finish_combine_on_device(pending);
-  engine::CombineCall* const call = pending.combine.get();
-  engine::CombineOutcome outcome = outcome_of(lane(pending.lane), *call, std::move(pending.lock));
+CombineResult BufferImpl::finish_combine_on_host(PendingImpl& pending) {
+  engine::CombineCall* const call = pending.combine;
+  std::shared_ptr<engine::Call> owner;
+  engine::CombineOutcome outcome = outcome_of(lane(pending.lane), *call, std::move(pending.lock), owner);
   const CombineArgs& args = call->args();
   const Routing& r = call->routing();
-  auto memory = std::make_shared<Memory>();
+  auto memory = std::allocate_shared<Memory>(engine::CachedAllocator<Memory>());
   memory->rows = std::move(outcome.memory);
   memory->side = std::move(outcome.side);
   memory->num_lost = std::move(outcome.num_lost);

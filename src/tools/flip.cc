@@ -30,7 +30,7 @@ class FlipWindow final : public transport::Window {
   }
 
   void signal(int peer, int index, uint64_t value) override { inner_->signal(peer, index, value); }
-  uint64_t read(int index) const override { return inner_->read(index); }
+  const std::atomic<uint64_t>* signals() const override { return inner_->signals(); }
   void progress() override { inner_->progress(); }
   uint32_t arm() override { return inner_->arm(); }
   void sleep(uint32_t ticket) override { inner_->sleep(ticket); }

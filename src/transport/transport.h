@@ -1,5 +1,6 @@
 // Transports move bytes and signals between ranks; they know nothing of tokens. This page is all an engine sees of one.
 #pragma once
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -23,7 +24,7 @@ class Window {
 
   /// This rank's memory; zero when the window is opened; page-aligned.
   virtual std::byte* local() = 0;
-  /// The memory of `peer` as this process can load and store it, or null if it cannot. For this rank: local().
+  /// The memory of `peer` as this process can load and store it, or null if it cannot; the same at every call. For this rank: local().
   virtual std::byte* peer_ptr(int peer) = 0;
 
   /// Copies `num_bytes` to `offset` of the memory of `peer`. The source may be reused when it returns.
@@ -36,7 +37,9 @@ class Window {
   virtual void signal(int peer, int index, uint64_t value) = 0;
 
   /// Value of this rank's own signal `index`; what was put before it was raised is visible afterwards (acquire).
-  virtual uint64_t read(int index) const = 0;
+  uint64_t read(int index) const { return signals()[index].load(std::memory_order_acquire); }
+  /// This rank's own signals, num_signals() of them; they stay where they are.
+  virtual const std::atomic<uint64_t>* signals() const = 0;
 
   /// Moves what needs a processor to move (network, delayed delivery). Called in every wait loop.
   virtual void progress() {}

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cassert>
+#include <mutex>
 
 namespace turnout::engine {
 
@@ -16,7 +17,7 @@ BlockPool::BlockPool(size_t begin, size_t num_bytes) : num_bytes_(num_bytes) {
 
 std::optional<BlockPool::Block> BlockPool::take(size_t num_bytes) {
   const size_t wanted = std::max(round_up(num_bytes), kGranule);
-  std::lock_guard lock(mutex_);
+  std::lock_guard guard(lock_);
   for (auto gap = gaps_.begin(); gap != gaps_.end(); ++gap) {
     if (gap->num_bytes >= wanted) return cut(gap, wanted);
   }
@@ -25,7 +26,7 @@ std::optional<BlockPool::Block> BlockPool::take(size_t num_bytes) {
 
 std::optional<BlockPool::Block> BlockPool::take_largest(size_t num_bytes) {
   const size_t wanted = std::max(round_up(num_bytes), kGranule);
-  std::lock_guard lock(mutex_);
+  std::lock_guard guard(lock_);
   auto best = gaps_.end();
   for (auto gap = gaps_.begin(); gap != gaps_.end(); ++gap) {
     if (gap->num_bytes >= wanted) return cut(gap, wanted);
@@ -38,30 +39,30 @@ std::optional<BlockPool::Block> BlockPool::take_largest(size_t num_bytes) {
 void BlockPool::trim(Block& block, size_t num_bytes) {
   const size_t kept = std::max(round_up(num_bytes), kGranule);
   if (kept >= block.num_bytes) return;
-  std::lock_guard lock(mutex_);
+  std::lock_guard guard(lock_);
   add_gap(block.offset + kept, block.num_bytes - kept);
   block.num_bytes = kept;
 }
 
 void BlockPool::give_back(const Block& block) {
-  std::lock_guard lock(mutex_);
+  std::lock_guard guard(lock_);
   add_gap(block.offset, block.num_bytes);
 }
 
 bool BlockPool::is_taken(size_t offset) const {
-  std::lock_guard lock(mutex_);
+  std::lock_guard guard(lock_);
   return std::none_of(gaps_.begin(), gaps_.end(), [&](const Block& gap) { return offset >= gap.offset && offset < gap.offset + gap.num_bytes; });
 }
 
 size_t BlockPool::bytes_free() const {
-  std::lock_guard lock(mutex_);
+  std::lock_guard guard(lock_);
   size_t sum = 0;
   for (const Block& gap : gaps_) sum += gap.num_bytes;
   return sum;
 }
 
 size_t BlockPool::largest_gap() const {
-  std::lock_guard lock(mutex_);
+  std::lock_guard guard(lock_);
   size_t largest = 0;
   for (const Block& gap : gaps_) largest = std::max(largest, gap.num_bytes);
   return largest;
@@ -69,7 +70,7 @@ size_t BlockPool::largest_gap() const {
 
 size_t BlockPool::largest_gap_with(std::vector<Block> more) const {
   {
-    std::lock_guard lock(mutex_);
+    std::lock_guard guard(lock_);
     more.insert(more.end(), gaps_.begin(), gaps_.end());
   }
   std::sort(more.begin(), more.end(), [](const Block& a, const Block& b) { return a.offset < b.offset; });

@@ -2,9 +2,10 @@
 // result's last view dies. The lowest fitting gap is taken, so pages in use stay few and warm.
 #pragma once
 #include <cstddef>
-#include <mutex>
 #include <optional>
 #include <vector>
+
+#include "util/spin_lock.h"
 
 namespace turnout::engine {
 
@@ -40,7 +41,7 @@ class BlockPool {
   Block cut(std::vector<Block>::iterator gap, size_t num_bytes);
   void add_gap(size_t offset, size_t num_bytes);
 
-  mutable std::mutex mutex_;
+  mutable util::SpinLock lock_;
   size_t num_bytes_;
   std::vector<Block> gaps_;  ///< ascending, no two adjacent
 };

@@ -23,16 +23,17 @@ std::string ranks_where(int num_ranks, Predicate&& is_one) {
 
 }  // namespace
 
-Call::Call(const std::shared_ptr<Context>& context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts)
+Call::Call(const std::shared_ptr<Context>& context, int lane, uint64_t epoch, uint64_t first_epoch, const KnownFacts& known, int64_t handle)
     : context_(context.get()),
       lane_(lane),
       epoch_(epoch),
       copy_(static_cast<int>(epoch % static_cast<uint64_t>(context_->layout.depth))),
-      facts_(facts),
+      facts_(known.facts),
       first_use_(epoch < first_epoch + static_cast<uint64_t>(context_->layout.depth)) {
   const auto ranks = static_cast<size_t>(context_->num_ranks);
   facts_.epoch = static_cast<int64_t>(epoch);
-  mine_.fingerprint = fingerprint(facts_);
+  facts_.handle = handle;
+  mine_.fingerprint = fingerprint(known, facts_.epoch, handle);
   max_local_ = static_cast<int>((facts_at(context_->layout.header_bytes) - sizeof(Header)) / sizeof(int32_t) - ranks);
   peers_.assign(ranks, Peer());
   headers_.resize_for_overwrite(ranks);
@@ -76,7 +77,7 @@ bool Call::exchange_headers() {
 
 void Call::send_header(int peer) {
   if (!my_pull_first_.empty()) mine_.pull_first = my_pull_first_[static_cast<size_t>(peer)];
-  std::byte* const there = context_->window->peer_ptr(peer);
+  std::byte* const there = context_->peer(peer);
   const auto write = [&](size_t offset, const void* data, size_t num_bytes) {
     if (there) std::memcpy(there + offset, data, num_bytes);
     else context_->window->put(peer, offset, data, num_bytes);
@@ -103,7 +104,7 @@ void Call::take_header(int source) {
     headers_[at] = mine_;
     std::copy(my_rows_.begin(), my_rows_.end(), rows_.begin() + at * ranks);
   } else {
-    const std::byte* bytes = context_->window->local() + context_->layout.header_at(lane_, copy_, source);
+    const std::byte* bytes = context_->local + context_->layout.header_at(lane_, copy_, source);
     std::memcpy(&headers_[at], bytes, sizeof(Header));
     std::memcpy(rows_.data() + at * ranks, bytes + sizeof(Header), ranks * sizeof(int32_t));
   }
@@ -114,7 +115,7 @@ void Call::take_header(int source) {
     if (source == context_->rank) {
       std::copy(own.begin(), own.end(), row);
     } else {
-      const std::byte* bytes = context_->window->local() + context_->layout.header_at(lane_, copy_, source);
+      const std::byte* bytes = context_->local + context_->layout.header_at(lane_, copy_, source);
       core::copy_bytes(row, bytes + sizeof(Header) + ranks * sizeof(int32_t), own.size() * sizeof(int32_t));
     }
   }
@@ -137,7 +138,7 @@ void Call::check_headers() {
   }
   std::vector<CallFacts> facts(headers_.size(), facts_);
   for (int source = 0; source < context_->num_ranks; ++source) {
-    if (source != context_->rank) std::memcpy(&facts[static_cast<size_t>(source)], context_->window->local() + facts_of(source), sizeof(CallFacts));
+    if (source != context_->rank) std::memcpy(&facts[static_cast<size_t>(source)], context_->local + facts_of(source), sizeof(CallFacts));
   }
   if (const std::string table = disagreement(facts); !table.empty()) {
     fail_together(where() + ": ranks disagree; nothing was delivered on any rank" + table);

@@ -42,7 +42,7 @@ struct Waiting {
 class Call {
  public:
   /// `context` outlives the call: its lane and whoever waits for it belong to the Buffer.
-  Call(const std::shared_ptr<Context>& context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts);
+  Call(const std::shared_ptr<Context>& context, int lane, uint64_t epoch, uint64_t first_epoch, const KnownFacts& known, int64_t handle);
   virtual ~Call() = default;
   Call(const Call&) = delete;
   Call& operator=(const Call&) = delete;
@@ -112,7 +112,7 @@ class Call {
   }
 
   uint64_t read(int source, core::BufferLayout::Signal which) const {
-    return context_->window->read(context_->layout.signal(lane_, copy_, source, which));
+    return context_->read(context_->layout.signal(lane_, copy_, source, which));
   }
   void raise(int peer, core::BufferLayout::Signal which, uint64_t value) {
     context_->window->signal(peer, context_->layout.signal(lane_, copy_, context_->rank, which), value);

@@ -11,9 +11,9 @@ namespace turnout::engine {
 using core::BufferLayout;
 using internal::Routing;
 
-CombineCall::CombineCall(const std::shared_ptr<Context>& context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts,
+CombineCall::CombineCall(const std::shared_ptr<Context>& context, int lane, uint64_t epoch, uint64_t first_epoch, const KnownFacts& known,
                          const CombineArgs& args, std::shared_ptr<const Routing> routing)
-    : Call(context, lane, epoch, first_epoch, facts), args_(args), routing_(std::move(routing)) {
+    : Call(context, lane, epoch, first_epoch, known, routing->id), args_(args), routing_(std::move(routing)) {
   const Routing& r = *routing_;
   hidden_ = args_.y.shape[static_cast<size_t>(args_.y.ndim - 1)];
   const auto hidden = static_cast<size_t>(hidden_);
@@ -32,7 +32,7 @@ CombineCall::CombineCall(const std::shared_ptr<Context>& context, int lane, uint
   released_.assign(ranks, 0);
   pull_ = can_be_pulled();
   if (pull_) {
-    mine_.pull_offset = static_cast<const std::byte*>(args_.y.data) - context_->window->local();
+    mine_.pull_offset = static_cast<const std::byte*>(args_.y.data) - context_->local;
     mine_.pull_stride = args_.y.strides[0] * static_cast<int64_t>(size_of(args_.y.dtype));
     my_pull_first_.append(r.recv_begin.data(), ranks);
   } else {
@@ -52,7 +52,7 @@ CombineCall::CombineCall(const std::shared_ptr<Context>& context, int lane, uint
     out_.x_stride = args_.out.strides[0] * static_cast<int64_t>(size_of(args_.out.dtype));
   } else if (r.num_tokens > 0) {
     out_.x_stride = static_cast<int64_t>(row_bytes);
-    out_.memory = std::make_shared<ResultMemory>(context_->shared_from_this(), row_bytes * static_cast<size_t>(r.num_tokens));
+    out_.memory = new_memory(context_->shared_from_this(), row_bytes * static_cast<size_t>(r.num_tokens));
     out_.x = out_.memory->data();
   }
   out_.num_lost.assign(static_cast<size_t>(r.num_tokens), 0);
@@ -64,10 +64,10 @@ bool CombineCall::can_be_pulled() const {
   if (r.layout != Layout::rank_major || args_.apply != CombineWeights::none || args_.side.defined()) return false;
   if (args_.wire != Wire::payload || r.num_recv() == 0) return false;
   const auto* data = static_cast<const std::byte*>(args_.y.data);
-  const std::byte* arena = context_->window->local();
+  const std::byte* arena = context_->local;
   if (data < arena || data >= arena + context_->layout.num_bytes) return false;
   for (int peer = 0; peer < context_->num_ranks; ++peer) {
-    if (!context_->window->peer_ptr(peer)) return false;
+    if (!context_->peer(peer)) return false;
   }
   return true;
 }
@@ -82,7 +82,7 @@ bool CombineCall::all_pulled() const {
 /// The row that `rank` keeps for this rank's token number `ordinal` on it. REQUIRES: its header says so.
 const std::byte* CombineCall::pulled_row(int rank, int64_t ordinal) const {
   const Header& h = header(rank);
-  return context_->window->peer_ptr(rank) + h.pull_offset + (h.pull_first + ordinal) * h.pull_stride;
+  return context_->peer(rank) + h.pull_offset + (h.pull_first + ordinal) * h.pull_stride;
 }
 
 DType CombineCall::wire_dtype() const {

@@ -26,7 +26,7 @@ struct CombineOutcome {
 class CombineCall final : public Call {
  public:
   /// REQUIRES: args were checked against `routing`, and outlive the call.
-  CombineCall(const std::shared_ptr<Context>& context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts,
+  CombineCall(const std::shared_ptr<Context>& context, int lane, uint64_t epoch, uint64_t first_epoch, const KnownFacts& known,
               const CombineArgs& args, std::shared_ptr<const internal::Routing> routing);
 
   bool progress() override;

@@ -34,7 +34,7 @@ const CombineCall::Meta* CombineCall::next_record(int source) const {
   if (!header_seen(source) || stream_ended(source)) return nullptr;
   if (count_of(source, BufferLayout::kProduced) <= taken_[at]) return nullptr;
   const size_t offset = context_->layout.ring_at(lane_, copy_, source) + static_cast<size_t>(taken_[at] % slots_) * record_bytes_;
-  return reinterpret_cast<const Meta*>(context_->window->local() + offset);
+  return reinterpret_cast<const Meta*>(context_->local + offset);
 }
 
 bool CombineCall::reduce() {
@@ -187,7 +187,7 @@ bool CombineCall::gather_rows(int64_t token, TokenTerms& terms) {
     bool later = false;
     for (int64_t i = taken_[at]; i < here && !later; ++i) {
       const size_t offset = context_->layout.ring_at(lane_, copy_, rank) + static_cast<size_t>(i % slots_) * record_bytes_;
-      later = reinterpret_cast<const Meta*>(context_->window->local() + offset)->ordinal > ordinal_[at];
+      later = reinterpret_cast<const Meta*>(context_->local + offset)->ordinal > ordinal_[at];
     }
     if (!later) return false;
   }

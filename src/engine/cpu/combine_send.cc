@@ -26,7 +26,7 @@ bool CombineCall::send_to(int source) {
       {count - next, slots_ - (next - taken), std::max<int64_t>(1, std::min(kBytesPerSignal / static_cast<int64_t>(record_bytes_), slots_ / 4))});
   if (batch <= 0) return false;
   const size_t ring = context_->layout.ring_at(lane_, copy_, context_->rank);
-  std::byte* there = context_->window->peer_ptr(source);
+  std::byte* there = context_->peer(source);
   const int64_t first = next;
   context_->parallel_for(batch, 2, [&](int64_t from, int64_t to) {
     thread_local std::vector<std::byte> assembled;

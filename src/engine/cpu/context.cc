@@ -66,6 +66,12 @@ Abort from_note(const Note& note, int rank) {
   return why;
 }
 
+PerRank<std::byte*> peers_of(transport::Window& window, int num_ranks) {
+  PerRank<std::byte*> peers;
+  for (int peer = 0; peer < num_ranks; ++peer) peers.push_back(window.peer_ptr(peer));
+  return peers;
+}
+
 }  // namespace
 
 Context::Context(std::shared_ptr<transport::Transport> transport_, std::unique_ptr<transport::Window> window_, const core::BufferLayout& layout_,
@@ -77,6 +83,9 @@ Context::Context(std::shared_ptr<transport::Transport> transport_, std::unique_p
       config(config_),
       rank(transport->rank()),
       num_ranks(transport->num_ranks()),
+      local(window->local()),
+      peers(peers_of(*window, num_ranks)),
+      signals(window->signals()),
       serial(next_serial.fetch_add(1, std::memory_order_relaxed)),
       kernels(row_kernels(best_isa())),
       pool(layout_.receive, layout_.receive_bytes),
@@ -95,13 +104,6 @@ void Context::count_fresh_result(size_t num_bytes) {
                 "): it lies in other memory, which takes one more copy. Release results sooner or raise receive_bytes. Further ones are counted "
                 "(num_fresh_results()), not logged",
             rank);
-}
-
-bool Context::is_released(const void* data) const {
-  const auto* at = static_cast<const std::byte*>(data);
-  const std::byte* region = window->local() + layout.receive;
-  if (at >= region && at < region + layout.receive_bytes) return !pool.is_taken(static_cast<size_t>(at - window->local()));
-  return pages.keeps(data);
 }
 
 void Context::abort(const Abort& why) {
@@ -130,11 +132,11 @@ void Context::stop(const Abort& why) {
 void Context::check_abort() {
   if (status.load(std::memory_order_acquire) != 0) throw_abort();
   for (int peer = 0; peer < num_ranks; ++peer) {
-    if (window->read(layout.abort_signal(peer)) <= abort_seen_[static_cast<size_t>(peer)].load(std::memory_order_relaxed)) continue;
+    if (read(layout.abort_signal(peer)) <= abort_seen_[static_cast<size_t>(peer)].load(std::memory_order_relaxed)) continue;
     std::lock_guard lock(abort_mutex_);
     if (status.load(std::memory_order_relaxed) == 0) {
       Note note;
-      std::memcpy(&note, window->local() + layout.note_at(peer), sizeof note);
+      std::memcpy(&note, local + layout.note_at(peer), sizeof note);
       abort_ = from_note(note, peer);
       status.store(2, std::memory_order_release);
     }
@@ -175,7 +177,7 @@ void Context::forget_abort() {
   for (const BlockPool::Block& block : retired_) pool.give_back(block);
   retired_.clear();
   for (int peer = 0; peer < num_ranks; ++peer) {
-    abort_seen_[static_cast<size_t>(peer)].store(window->read(layout.abort_signal(peer)), std::memory_order_relaxed);
+    abort_seen_[static_cast<size_t>(peer)].store(read(layout.abort_signal(peer)), std::memory_order_relaxed);
   }
   abort_ = {};
   status.store(0, std::memory_order_release);

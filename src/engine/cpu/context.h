@@ -13,7 +13,9 @@
 #include "core/buffer_layout.h"
 #include "core/routing.h"
 #include "core/topology.h"
+#include "engine/cpu/block_cache.h"
 #include "engine/cpu/block_pool.h"
+#include "engine/cpu/inline_vector.h"
 #include "engine/cpu/page_pool.h"
 #include "engine/cpu/rows.h"
 #include "engine/cpu/thread_pool.h"
@@ -40,6 +42,10 @@ struct Context : std::enable_shared_from_this<Context> {
   const core::Topology topology;
   const BufferConfig config;
   const int rank, num_ranks;
+  /// What the window answers at every call: its memory here, that of each peer as it is reached by load and store (or null), its signals.
+  std::byte* const local;
+  const PerRank<std::byte*> peers;
+  const std::atomic<uint64_t>* const signals;
   const uint64_t serial;  ///< tells Buffers of this process apart
   const RowKernels& kernels;
   BlockPool pool;
@@ -50,6 +56,7 @@ struct Context : std::enable_shared_from_this<Context> {
 
   mutable std::mutex experts_mutex;
   std::shared_ptr<const core::ExpertMap> experts;  ///< of new routings
+  std::atomic<uint64_t> num_maps{1};               ///< advances, under the mutex, with every new one: a lane looks only then
 
   /// 0 while all is well; else the abort that stopped the Buffer. Sticky until recover().
   std::atomic<uint64_t> status{0};
@@ -69,7 +76,12 @@ struct Context : std::enable_shared_from_this<Context> {
   /// Counts a result of `num_bytes` that found no lease; the first one is logged.
   void count_fresh_result(size_t num_bytes);
   /// Whether `data` lies in memory that a result had and gave back, and that nothing has taken since.
-  bool is_released(const void* data) const;
+  bool is_released(const void* data) const {
+    const auto* at = static_cast<const std::byte*>(data);
+    const std::byte* region = local + layout.receive;
+    if (at >= region && at < region + layout.receive_bytes) return !pool.is_taken(static_cast<size_t>(at - local));
+    return pages.keeps(data);
+  }
 
   /// Stops this Buffer on all ranks: peers find `why` in their note and see the abort signal. The first reason stays.
   void abort(const Abort& why);
@@ -81,7 +93,9 @@ struct Context : std::enable_shared_from_this<Context> {
   void retire(const BlockPool::Block& block);
   /// Tells the peers that this rank makes no call any more. Never throws, never waits.
   void announce_close() noexcept;
-  bool has_closed(int peer) const { return window->read(layout.closed_signal(peer)) != 0; }
+  uint64_t read(int signal) const { return signals[signal].load(std::memory_order_acquire); }
+  std::byte* peer(int rank_of_it) const { return peers[static_cast<size_t>(rank_of_it)]; }
+  bool has_closed(int peer) const { return read(layout.closed_signal(peer)) != 0; }
   /// After recover(): what was raised so far is history.
   void forget_abort();
 
@@ -109,7 +123,7 @@ struct Context : std::enable_shared_from_this<Context> {
 class ResultMemory {
  public:
   ResultMemory(std::shared_ptr<Context> context, BlockPool::Block lease) : context_(std::move(context)), lease_(lease), is_lease_(true) {
-    data_ = context_->window->local() + lease.offset;
+    data_ = context_->local + lease.offset;
   }
   ResultMemory(std::shared_ptr<Context> context, size_t num_bytes) : context_(std::move(context)), num_bytes_(num_bytes) {
     try {
@@ -147,5 +161,10 @@ class ResultMemory {
   size_t num_bytes_ = 0;
   bool is_lease_ = false, is_retired_ = false;
 };
+
+template <class Room>
+std::shared_ptr<ResultMemory> new_memory(std::shared_ptr<Context> context, const Room& room) {
+  return std::allocate_shared<ResultMemory>(CachedAllocator<ResultMemory>(), std::move(context), room);
+}
 
 }  // namespace turnout::engine

@@ -11,11 +11,11 @@ namespace turnout::engine {
 using core::BufferLayout;
 using internal::Routing;
 
-DispatchCall::DispatchCall(const std::shared_ptr<Context>& context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts,
+DispatchCall::DispatchCall(const std::shared_ptr<Context>& context, int lane, uint64_t epoch, uint64_t first_epoch, const KnownFacts& known,
                            const DispatchArgs& args, std::shared_ptr<Routing> fresh_routing, std::shared_ptr<const Routing> cached)
-    : Call(context, lane, epoch, first_epoch, facts), args_(args), fresh_(std::move(fresh_routing)), cached_(std::move(cached)) {
+    : Call(context, lane, epoch, first_epoch, known, cached ? cached->id : 0), args_(args), fresh_(std::move(fresh_routing)), cached_(std::move(cached)) {
   const Routing& r = routing();
-  low_latency_ = facts.mode == static_cast<int64_t>(Mode::low_latency);
+  low_latency_ = known.facts.mode == static_cast<int64_t>(Mode::low_latency);
   const auto hidden = static_cast<size_t>(args_.x.shape[1]);
   const bool quantised = args_.quantize != Quantize::none;
   format_.x_bytes = quantised ? hidden : hidden * size_of(args_.x.dtype);
@@ -165,6 +165,8 @@ void DispatchCall::finish() {
 namespace {
 
 constexpr size_t kFewTerms = 64;
+/// So many offsets behind the last may be written meanwhile.
+constexpr size_t kOffsetsBeyond = 3;
 
 /// group_rows() for few terms: they are sorted, and the offsets filled from one expert that has any to the next.
 void group_few_rows(Routing& r, size_t num_terms) {
@@ -182,13 +184,16 @@ void group_few_rows(Routing& r, size_t num_terms) {
     }
   }
   r.sorted_rows.resize_for_overwrite(n);
-  size_t next = 0;  // offsets up to here are known
+  constexpr size_t kAtOnce = kOffsetsBeyond + 1;  // what is written too far the next fill overwrites
+  size_t next = 0;                               // offsets up to here are known
   for (size_t i = 0; i < n; ++i) {
     const size_t e = terms[i] >> 32;
     ++r.expert_counts[e];
     r.sorted_rows[i] = static_cast<int32_t>(terms[i]);
     if (next > e) continue;
-    std::fill(r.expert_offsets.begin() + next, r.expert_offsets.begin() + e + 1, static_cast<int64_t>(i));
+    const auto row = static_cast<int64_t>(i);
+    const int64_t four[kAtOnce] = {row, row, row, row};
+    for (; next <= e; next += kAtOnce) std::memcpy(&r.expert_offsets[next], four, sizeof four);
     next = e + 1;
   }
   std::fill(r.expert_offsets.begin() + next, r.expert_offsets.end(), static_cast<int64_t>(n));
@@ -197,6 +202,7 @@ void group_few_rows(Routing& r, size_t num_terms) {
 /// Lists rank_major rows by local expert: counts, offsets, and the rows of the first `num_terms` entries of recv_idx.
 void group_rows(Routing& r, size_t local, size_t num_terms) {
   r.expert_counts.assign(local, 0);
+  r.expert_offsets.resize_for_overwrite(local + 1 + kOffsetsBeyond);
   r.expert_offsets.resize_for_overwrite(local + 1);
   if (num_terms <= kFewTerms) return group_few_rows(r, num_terms);
   const auto topk = static_cast<size_t>(r.num_topk);

@@ -31,7 +31,7 @@ class DispatchCall final : public Call {
  public:
   /// REQUIRES: args were checked, and outlive the call. `routing` holds the source side (new or of args.handle).
   /// Throws InvalidArgument if there is no room for a result whose size is known already.
-  DispatchCall(const std::shared_ptr<Context>& context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts,
+  DispatchCall(const std::shared_ptr<Context>& context, int lane, uint64_t epoch, uint64_t first_epoch, const KnownFacts& known,
                const DispatchArgs& args, std::shared_ptr<internal::Routing> fresh_routing, std::shared_ptr<const internal::Routing> cached);
 
   bool progress() override;

@@ -127,7 +127,7 @@ void DispatchCall::plan_experts() {
 bool DispatchCall::make_room() {
   const Routing& r = routing();
   if (held_ && r.num_recv() > 0) {
-    held_memory_ = std::make_shared<ResultMemory>(context_->shared_from_this(), static_cast<size_t>(r.num_recv()) * format_.record_bytes);
+    held_memory_ = new_memory(context_->shared_from_this(), static_cast<size_t>(r.num_recv()) * format_.record_bytes);
   }
   const int64_t n = r.layout == Layout::rank_major ? block_rows(context_->rank) : r.result_rows();
   bool offered = offer_ && r.layout == Layout::rank_major;
@@ -192,7 +192,7 @@ bool DispatchCall::receive_from(int source, int64_t available) {
   const bool own = source == context_->rank;
   const Routing& r = routing();
   const auto slots = static_cast<int64_t>(context_->layout.ring_bytes / format_.record_bytes);
-  const std::byte* ring = context_->window->local() + context_->layout.ring_at(lane_, copy_, source);
+  const std::byte* ring = context_->local + context_->layout.ring_at(lane_, copy_, source);
   const int64_t admitted_here = admitted(source, context_->rank);
   const int64_t end = std::min(available, admitted_here);
   const int64_t base = routing().recv_begin[at];

@@ -42,7 +42,7 @@ std::string DispatchCall::no_lease(size_t needed) const {
 }
 
 std::shared_ptr<ResultMemory> DispatchCall::memory_of(const std::optional<BlockPool::Block>& block) const {
-  return block ? std::make_shared<ResultMemory>(context_->shared_from_this(), *block) : nullptr;
+  return block ? new_memory(context_->shared_from_this(), *block) : nullptr;
 }
 
 /// The lowest gap of the receive region that fits, or nothing.
@@ -51,7 +51,7 @@ std::shared_ptr<ResultMemory> DispatchCall::lease_of(size_t num_bytes) const { r
 /// Memory of the caller's allocator.
 std::shared_ptr<ResultMemory> DispatchCall::fresh_memory(size_t num_bytes) {
   if (num_bytes == 0) return nullptr;
-  auto memory = std::make_shared<ResultMemory>(context_->shared_from_this(), num_bytes);
+  auto memory = new_memory(context_->shared_from_this(), num_bytes);
   if (wants_lease()) context_->count_fresh_result(num_bytes);
   return memory;
 }
@@ -198,7 +198,7 @@ void DispatchCall::fill_meta(int peer, int64_t token, int32_t* idx, float* weigh
 void DispatchCall::write_record(int peer, int64_t i, int64_t token) {
   const auto slots = static_cast<int64_t>(context_->layout.ring_bytes / format_.record_bytes);
   const size_t offset = context_->layout.ring_at(lane_, copy_, context_->rank) + static_cast<size_t>(i % slots) * format_.record_bytes;
-  std::byte* there = context_->window->peer_ptr(peer);
+  std::byte* there = context_->peer(peer);
   std::byte* record = there ? there + offset : nullptr;
   if (!record) {
     thread_local std::vector<std::byte> assembled;
@@ -220,7 +220,7 @@ void DispatchCall::write_record(int peer, int64_t i, int64_t token) {
 void DispatchCall::write_direct(int peer, int64_t row, int64_t token) {
   const Target& target = targets_[static_cast<size_t>(peer)];
   const auto at = static_cast<size_t>(row);
-  std::byte* there = context_->window->peer_ptr(peer);
+  std::byte* there = context_->peer(peer);
   auto write = [&](size_t offset, const void* data, size_t bytes) {
     if (there) core::copy_bytes(there + offset, data, bytes);
     else context_->window->put(peer, offset, data, bytes);

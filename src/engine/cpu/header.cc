@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <cstddef>
 #include <cstring>
 
 #include "turnout/types.h"
@@ -23,25 +24,32 @@ std::array<int64_t, kNumFacts> values_of(const CallFacts& facts) {
   return values;
 }
 
+/// The fingerprint is a sum of products with odd numbers that have nothing to do with each other: the multiplications overlap, and
+/// what a fact gives to it can be added later.
+constexpr auto kFactors = [] {
+  std::array<uint64_t, kNumFacts> factors{};
+  uint64_t state = 0;
+  for (uint64_t& factor : factors) {
+    state += 0x9E3779B97F4A7C15ull;
+    uint64_t z = (state ^ state >> 30) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ z >> 27) * 0x94D049BB133111EBull;
+    factor = (z ^ z >> 31) | 1;
+  }
+  return factors;
+}();
+
 }  // namespace
 
 uint64_t fingerprint(const CallFacts& facts) {
-  // A sum of products with odd numbers that have nothing to do with each other: the multiplications overlap.
-  static constexpr auto kFactors = [] {
-    std::array<uint64_t, kNumFacts> factors{};
-    uint64_t state = 0;
-    for (uint64_t& factor : factors) {
-      state += 0x9E3779B97F4A7C15ull;
-      uint64_t z = (state ^ state >> 30) * 0xBF58476D1CE4E5B9ull;
-      z = (z ^ z >> 27) * 0x94D049BB133111EBull;
-      factor = (z ^ z >> 31) | 1;
-    }
-    return factors;
-  }();
   const auto values = std::bit_cast<std::array<uint64_t, kNumFacts>>(facts);
   uint64_t sum = 0;
   for (size_t fact = 0; fact < kNumFacts; ++fact) sum += values[fact] * kFactors[fact];
   return sum;
+}
+
+uint64_t fingerprint(const KnownFacts& known, int64_t epoch, int64_t handle) {
+  return known.sum + static_cast<uint64_t>(epoch) * kFactors[offsetof(CallFacts, epoch) / sizeof(int64_t)] +
+         static_cast<uint64_t>(handle) * kFactors[offsetof(CallFacts, handle) / sizeof(int64_t)];
 }
 
 std::string fact_text(size_t fact, int64_t value) {

@@ -39,11 +39,19 @@ std::string seconds(std::chrono::steady_clock::duration d) {
 
 }  // namespace
 
-void Lane::remove(const Call* call) {
+std::shared_ptr<Call> Lane::remove(const Call* call) {
   const auto found = std::find_if(calls_.begin(), calls_.end(), [&](const auto& c) { return c.get() == call; });
-  if (found == calls_.end()) return;
-  if ((*found)->closing()) closing_.push_back(std::move(*found));
+  if (found == calls_.end()) return nullptr;
+  std::shared_ptr<Call> removed = std::move(*found);
+  if (removed->closing()) closing_.push_back(removed);
   calls_.erase(found);
+  return removed;
+}
+
+void Lane::refresh_experts() {
+  std::lock_guard lock(context_->experts_mutex);
+  experts_ = context_->experts;
+  num_maps_ = context_->num_maps.load(std::memory_order_relaxed);
 }
 
 std::shared_ptr<const Call> Lane::closing_call(uint64_t epoch) const {
@@ -186,9 +194,9 @@ int Lane::crossed_lane(int peer) const {
     std::unique_lock lock(lane->mutex, std::try_to_lock);
     if (!lock.owns_lock()) continue;  // some thread of this rank is in a call there
     for (int copy = 0; copy < layout.depth; ++copy) {
-      if (context_->window->read(layout.signal(lane->index_, copy, peer, core::BufferLayout::kHeader)) < lane->next_epoch_) continue;
+      if (context_->read(layout.signal(lane->index_, copy, peer, core::BufferLayout::kHeader)) < lane->next_epoch_) continue;
       Header header;
-      std::memcpy(&header, context_->window->local() + layout.header_at(lane->index_, copy, peer), sizeof header);
+      std::memcpy(&header, context_->local + layout.header_at(lane->index_, copy, peer), sizeof header);
       if (!header.refused) return lane->index_;  // who refuses a call does not wait in it
     }
   }

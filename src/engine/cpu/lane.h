@@ -26,13 +26,18 @@ class Lane {
   uint64_t take_epoch() { return next_epoch_++; }
   uint64_t next_epoch() const { return next_epoch_; }
   uint64_t first_epoch() const { return first_epoch_; }
+  /// The experts of new routings.
+  const std::shared_ptr<const core::ExpertMap>& experts() {
+    if (context_->num_maps.load(std::memory_order_acquire) != num_maps_) [[unlikely]] refresh_experts();
+    return experts_;
+  }
   /// Calls issued and not yet finished.
   int num_outstanding() const { return static_cast<int>(calls_.size()); }
 
   /// Puts the call among the outstanding ones.
   void add(std::shared_ptr<Call> call) { calls_.push_back(std::move(call)); }
-  /// Takes the call, which is done or has failed, from among them.
-  void remove(const Call* call);
+  /// Takes the call, which is done or has failed, from among them. Who goes on using it keeps what comes back.
+  std::shared_ptr<Call> remove(const Call* call);
   /// The call of `epoch`, if it has failed and is closing; else null.
   std::shared_ptr<const Call> closing_call(uint64_t epoch) const;
 
@@ -61,6 +66,7 @@ class Lane {
     std::vector<uint64_t> heartbeats;             ///< when the wait became slow
     std::vector<Clock::time_point> beat_at;       ///< when a heartbeat last moved
   };
+  void refresh_experts();
   void fail(Call& call);
   void stop_peers(const Call& call);
   bool progress_siblings();
@@ -76,6 +82,8 @@ class Lane {
   std::vector<std::shared_ptr<Call>> calls_;
   std::vector<std::shared_ptr<Call>> closing_;  ///< removed ones whose copy may not be used again yet
   std::vector<Lane*> siblings_;
+  std::shared_ptr<const core::ExpertMap> experts_;  ///< Context::experts as of
+  uint64_t num_maps_ = 0;                           ///< this Context::num_maps
 };
 
 }  // namespace turnout::engine

@@ -7,6 +7,7 @@
 #include <bit>
 #include <cstdint>
 #include <cstring>
+#include <mutex>
 #include <new>
 
 namespace turnout {
@@ -56,7 +57,7 @@ PagePool::~PagePool() {
 void* PagePool::allocate(size_t num_bytes) {
   const size_t bytes = class_of(num_bytes);
   {
-    std::lock_guard lock(mutex_);
+    std::lock_guard guard(lock_);
     auto& blocks = free_[bytes];
     if (!blocks.empty()) {
       void* block = blocks.back();
@@ -68,7 +69,7 @@ void* PagePool::allocate(size_t num_bytes) {
   }
   void* block = map_block(bytes);
   const auto at = reinterpret_cast<uintptr_t>(block);
-  std::lock_guard lock(mutex_);
+  std::lock_guard guard(lock_);
   lowest_.store(std::min(lowest_.load(std::memory_order_relaxed), at), std::memory_order_relaxed);
   highest_.store(std::max(highest_.load(std::memory_order_relaxed), at + bytes), std::memory_order_relaxed);
   return block;
@@ -78,7 +79,7 @@ void PagePool::deallocate(void* data, size_t num_bytes) noexcept {
   if (!data) return;
   const size_t bytes = class_of(num_bytes);
   {
-    std::lock_guard lock(mutex_);
+    std::lock_guard guard(lock_);
     if (kept_ + bytes <= most_kept_) {
       free_[bytes].push_back(data);
       kept_ += bytes;
@@ -90,7 +91,7 @@ void PagePool::deallocate(void* data, size_t num_bytes) noexcept {
 
 bool PagePool::is_free(const void* data) const {
   const auto* at = static_cast<const std::byte*>(data);
-  std::lock_guard lock(mutex_);
+  std::lock_guard guard(lock_);
   for (const auto& [bytes, blocks] : free_) {
     for (const void* block : blocks) {
       const auto* begin = static_cast<const std::byte*>(block);
@@ -101,12 +102,12 @@ bool PagePool::is_free(const void* data) const {
 }
 
 size_t PagePool::bytes_kept() const {
-  std::lock_guard lock(mutex_);
+  std::lock_guard guard(lock_);
   return kept_;
 }
 
 size_t PagePool::num_mapped() const {
-  std::lock_guard lock(mutex_);
+  std::lock_guard guard(lock_);
   return mapped_;
 }
 

@@ -5,10 +5,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
-#include <mutex>
 #include <vector>
 
 #include "turnout/buffer.h"
+#include "util/spin_lock.h"
 
 namespace turnout::engine {
 
@@ -37,7 +37,7 @@ class PagePool final : public Allocator {
   static size_t class_of(size_t num_bytes);
   bool is_free(const void* data) const;
 
-  mutable std::mutex mutex_;
+  mutable util::SpinLock lock_;
   const size_t most_kept_;
   size_t kept_ = 0, mapped_ = 0;
   std::atomic<uintptr_t> lowest_{UINTPTR_MAX}, highest_{0};  ///< of all blocks there ever were

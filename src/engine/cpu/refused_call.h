@@ -10,7 +10,7 @@ class RefusedCall final : public Call {
   /// `before`: the call that used the copy last, if it is still closing.
   RefusedCall(const std::shared_ptr<Context>& context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts,
               std::shared_ptr<const Call> before)
-      : Call(context, lane, epoch, first_epoch, facts), before_(std::move(before)) {
+      : Call(context, lane, epoch, first_epoch, KnownFacts::of(facts), facts.handle), before_(std::move(before)) {
     refuse();
   }
   bool progress() override {
