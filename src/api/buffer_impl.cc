@@ -195,6 +195,7 @@ engine::Call* BufferImpl::make_call(const DispatchArgs& args, Lane& lane, Pendin
     cached = args.handle->routing();
   } else {
     fresh = engine::list_sends(lane.experts(), args.topk_idx, args.topk_weights, args.x.shape[0]);
+    if (!fresh) [[unlikely]] api::check_ids(args.topk_idx, context_->config.num_experts);  // says which one
     fresh->buffer = context_->serial;
     fresh->id = static_cast<int64_t>(args.lane) << 48 | static_cast<int64_t>(lane.next_epoch());
     fresh->layout = args.layout;

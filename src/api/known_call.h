@@ -5,7 +5,7 @@
 #include <optional>
 
 #include "engine/cpu/context.h"
-#include "engine/cpu/header.h"
+#include "engine/cpu/known_facts.h"
 #include "engine/routing.h"
 #include "turnout/buffer.h"
 
@@ -13,7 +13,7 @@ namespace turnout::api {
 
 class KnownDispatch {
  public:
-  /// The facts of the call, epoch left out. `experts`: of new routings. Throws InvalidArgument as check_dispatch().
+  /// The facts of the call, epoch left out. `experts`: of new routings. Throws InvalidArgument as check_dispatch(); ids may pass unchecked.
   const engine::KnownFacts& check(const engine::Context& context, const DispatchArgs& args, const core::ExpertMap& experts);
 
  private:

@@ -61,6 +61,8 @@ class ExpertMap {
   int rank_of(int expert) const { return owner_[static_cast<size_t>(expert)]; }
   /// The owner of every expert.
   std::span<const int> owners() const { return owner_; }
+  /// The local number of every expert.
+  std::span<const int> locals() const { return local_; }
   int local_of(int expert) const { return local_[static_cast<size_t>(expert)]; }
   int num_local(int rank) const { return begin_[static_cast<size_t>(rank) + 1] - begin_[static_cast<size_t>(rank)]; }
   int max_local() const {

@@ -75,10 +75,50 @@ Timing::Timing(Communicator& communicator, const Plan& plan, const BenchOptions&
 
 size_t Timing::moved_bytes() const { return plan_.spec.quantize == Quantize::none ? row_bytes_ : static_cast<size_t>(plan_.spec.hidden); }
 
+/// Every call starts on all ranks together; its time is that of the slowest rank, in microseconds.
+template <class Call>
+std::vector<double> Timing::timed_on_host(const char* label, const Call& call, double share) {
+  const auto once = [&] {
+    arena_->barrier();
+    const auto start = Clock::now();
+    [[maybe_unused]] const auto result = call();  // dies outside of the time
+    const auto end = Clock::now();
+    return std::chrono::duration<double, std::micro>(end - start).count();
+  };
+  double typical = 0;
+  for (int i = 0; i < 4; ++i) typical = once();
+  typical = arena_->max(typical);
+  const int count = count_for(typical, share, 20000);
+  Progress progress(label, count, communicator_.rank() == 0);
+  std::vector<double> mine;
+  for (int i = 0; i < count; ++i) {
+    mine.push_back(once());
+    if (typical > 1000 || i % 1000 == 0) progress.at(i);
+  }
+  return arena_->max(mine);
+}
+
+/// `call` returns its result, which dies outside of the time.
+template <class Call>
+Timing::Times Timing::timed(const char* label, const Call& call, const std::function<void()>& limit) {
+  if (place_->gpu()) return {timed_on_gpu(label, [&] { call(); }), {}};
+  const std::string limit_label = std::string(label) + " limit";
+  const auto copied = [&] {
+    limit();
+    return 0;
+  };
+  const auto half = [&] { return copies_limit_ ? timed_on_host(limit_label.c_str(), copied, 0.15) : std::vector<double>(); };
+  Times times;
+  times.limits = half();
+  times.calls = timed_on_host(label, call, 1);
+  const std::vector<double> more = half();
+  times.limits.insert(times.limits.end(), more.begin(), more.end());
+  return times;
+}
+
 ReportCase Timing::dispatch() {
-  std::optional<DispatchResult> result;
   const Times times = timed(
-      "dispatch", [&] { result = buffer_->dispatch(args_); }, [&] { result.reset(); },
+      "dispatch", [&] { return buffer_->dispatch(args_); },
       [&] { copy_dispatch(traffic_, communicator_.rank(), x_.data(), moved_bytes(), arena_->data()); });
   const auto bytes = static_cast<int64_t>(moved_bytes());
   ReportCase c = new_case("dispatch", times, bytes * most_of_ranks(traffic_.num_ranks(), [&](int r) { return sent_pairs(traffic_, r); }));
@@ -99,9 +139,8 @@ ReportCase Timing::combine() {
   const TensorView on_place = in_place(plan_, result) ? result.x : place_->put(rows_like(result, y.data(), plan_.spec.dtype, plan_.spec.hidden));
   CombineArgs args = combine_args(plan_, result, on_place, place_->stream());
   args.num_sms = o_.num_sms;
-  std::optional<CombineResult> combined;
   const Times times = timed(
-      "combine", [&] { combined = buffer_->combine(args); }, [&] { combined.reset(); },
+      "combine", [&] { return buffer_->combine(args); },
       [&] { copy_combine(traffic_, communicator_.rank(), y.data(), row_bytes_, out_.data(), *arena_); });
   const auto bytes = static_cast<int64_t>(row_bytes_);
   ReportCase c =
@@ -111,55 +150,9 @@ ReportCase Timing::combine() {
   return c;
 }
 
-Timing::Times Timing::timed(const char* label, const std::function<void()>& call, const std::function<void()>& after,
-                            const std::function<void()>& limit) {
-  if (place_->gpu()) {
-    const auto both = [&] {
-      call();
-      after();
-    };
-    return {timed_on_gpu(label, both), {}};
-  }
-  const std::string limit_label = std::string(label) + " limit";
-  const auto half = [&] {
-    return copies_limit_ ? timed_on_host(
-                               limit_label.c_str(), limit, [] {}, 0.15)
-                         : std::vector<double>();
-  };
-  Times times;
-  times.limits = half();
-  times.calls = timed_on_host(label, call, after, 1);
-  const std::vector<double> more = half();
-  times.limits.insert(times.limits.end(), more.begin(), more.end());
-  return times;
-}
-
 int Timing::count_for(double typical_us, double share, int most) const {
   if (o_.iterations > 0) return o_.iterations;
   return static_cast<int>(std::clamp(o_.seconds * share * 1e6 / std::max(typical_us, 0.1), 10.0, static_cast<double>(most)));
-}
-
-/// Every call starts on all ranks together; its time is that of the slowest rank, in microseconds.
-std::vector<double> Timing::timed_on_host(const char* label, const std::function<void()>& call, const std::function<void()>& after, double share) {
-  const auto once = [&] {
-    arena_->barrier();
-    const auto start = Clock::now();
-    call();
-    const auto end = Clock::now();
-    after();
-    return std::chrono::duration<double, std::micro>(end - start).count();
-  };
-  double typical = 0;
-  for (int i = 0; i < 4; ++i) typical = once();
-  typical = arena_->max(typical);
-  const int count = count_for(typical, share, 20000);
-  Progress progress(label, count, communicator_.rank() == 0);
-  std::vector<double> mine;
-  for (int i = 0; i < count; ++i) {
-    mine.push_back(once());
-    if (typical > 1000 || i % 1000 == 0) progress.at(i);
-  }
-  return arena_->max(mine);
 }
 
 /// Whole calls in order of the stream, event to event; the time of a call is that of its slowest rank. Calls are issued in rows whose

@@ -37,8 +37,10 @@ class Timing {
   struct Times {
     std::vector<double> calls, limits;
   };
-  Times timed(const char* label, const std::function<void()>& call, const std::function<void()>& after, const std::function<void()>& limit);
-  std::vector<double> timed_on_host(const char* label, const std::function<void()>& call, const std::function<void()>& after, double share);
+  template <class Call>
+  Times timed(const char* label, const Call& call, const std::function<void()>& limit);
+  template <class Call>
+  std::vector<double> timed_on_host(const char* label, const Call& call, double share);
   std::vector<double> timed_on_gpu(const char* label, const std::function<void()>& call);
   int count_for(double typical_us, double share, int most) const;
   ReportCase new_case(const char* op, const Times& times, int64_t busiest_bytes) const;

@@ -153,6 +153,7 @@ void Call::give_verdict(bool fits) {
 
 bool Call::check_verdicts(const std::string& mine) {
   if (!mine.empty()) fail_together(mine);
+  if (std::none_of(headers_.begin(), headers_.end(), [](const Header& h) { return h.owes_verdict != 0; })) return true;
   for (int source = 0; source < context_->num_ranks; ++source) {
     if (source != context_->rank && owes_verdict(source)) return false;
   }

@@ -19,6 +19,7 @@
 #include "engine/cpu/context.h"
 #include "engine/cpu/header.h"
 #include "engine/cpu/inline_vector.h"
+#include "engine/cpu/known_facts.h"
 
 namespace turnout::engine {
 

@@ -184,19 +184,22 @@ void group_few_rows(Routing& r, size_t num_terms) {
     }
   }
   r.sorted_rows.resize_for_overwrite(n);
-  constexpr size_t kAtOnce = kOffsetsBeyond + 1;  // what is written too far the next fill overwrites
-  size_t next = 0;                               // offsets up to here are known
+  int32_t *const sorted = r.sorted_rows.data(), *const counts = r.expert_counts.data();
+  int64_t *const offsets = r.expert_offsets.data(), *const last = offsets + r.expert_offsets.size();
+  int64_t* next = offsets;                       // the first that is not known yet
+  const auto fill_up_to = [&next](int64_t* until, int64_t value) {
+    // What is written too far the next fill overwrites, or nobody reads.
+    const int64_t values[kOffsetsBeyond + 1] = {value, value, value, value};
+    for (int64_t* at = next; at < until; at += kOffsetsBeyond + 1) std::memcpy(at, values, sizeof values);
+    next = until;
+  };
   for (size_t i = 0; i < n; ++i) {
     const size_t e = terms[i] >> 32;
-    ++r.expert_counts[e];
-    r.sorted_rows[i] = static_cast<int32_t>(terms[i]);
-    if (next > e) continue;
-    const auto row = static_cast<int64_t>(i);
-    const int64_t four[kAtOnce] = {row, row, row, row};
-    for (; next <= e; next += kAtOnce) std::memcpy(&r.expert_offsets[next], four, sizeof four);
-    next = e + 1;
+    ++counts[e];
+    sorted[i] = static_cast<int32_t>(terms[i]);
+    fill_up_to(offsets + e + 1, static_cast<int64_t>(i));
   }
-  std::fill(r.expert_offsets.begin() + next, r.expert_offsets.end(), static_cast<int64_t>(n));
+  fill_up_to(last, static_cast<int64_t>(n));
 }
 
 /// Lists rank_major rows by local expert: counts, offsets, and the rows of the first `num_terms` entries of recv_idx.

@@ -71,8 +71,8 @@ void DispatchCall::plan_receives() {
       if (r.layout == Layout::rank_major) fresh_->num_dropped += rows(s, me) - admitted(s, me);
     }
     const auto n = static_cast<size_t>(fresh_->num_recv());
-    fresh_->recv_idx.assign(n * static_cast<size_t>(r.num_topk), -1);
-    if (r.has_weights) fresh_->recv_weights.assign(n * static_cast<size_t>(r.num_topk), 0.0f);
+    fresh_->recv_idx.resize_for_overwrite(n * static_cast<size_t>(r.num_topk));  // each row fills its part
+    if (r.has_weights) fresh_->recv_weights.resize_for_overwrite(n * static_cast<size_t>(r.num_topk));
     fresh_->num_rows = fresh_->num_recv();
     if (r.layout != Layout::rank_major) plan_experts();
   }

@@ -186,13 +186,13 @@ const std::byte* DispatchCall::quantised_row(int64_t token, const std::byte*& sc
 /// What `peer` has to know of the token: its own experts among the k, and their weights.
 void DispatchCall::fill_meta(int peer, int64_t token, int32_t* idx, float* weights) const {
   const internal::Routing& r = routing();
-  for (int k = 0; k < r.num_topk; ++k) {
-    const auto at = static_cast<size_t>(token * r.num_topk + k);
-    const int32_t expert = r.topk_idx[at];
-    const bool theirs = expert >= 0 && r.experts->rank_of(expert) == peer;
-    idx[k] = theirs ? r.experts->local_of(expert) : -1;
-    if (weights) weights[k] = theirs ? r.topk_weights[at] : 0.0f;
-  }
+  const int topk = r.num_topk;
+  const int *const owner = r.experts->owners().data(), *const local = r.experts->locals().data();
+  const int32_t* const expert = r.topk_idx.data() + token * topk;
+  for (int k = 0; k < topk; ++k) idx[k] = expert[k] >= 0 && owner[expert[k]] == peer ? local[expert[k]] : -1;
+  if (!weights) return;
+  const float* const weight = r.topk_weights.data() + token * topk;
+  for (int k = 0; k < topk; ++k) weights[k] = idx[k] >= 0 ? weight[k] : 0.0f;
 }
 
 void DispatchCall::write_record(int peer, int64_t i, int64_t token) {

@@ -1,5 +1,6 @@
 // The table that tells all ranks in what they disagree.
 #include "engine/cpu/header.h"
+#include "engine/cpu/known_facts.h"
 
 #include <algorithm>
 #include <array>

@@ -61,18 +61,6 @@ constexpr size_t header_bytes(int num_ranks, int max_local_experts) {
 /// Equal facts have equal fingerprints; others almost never (64 bits).
 uint64_t fingerprint(const CallFacts& facts);
 
-/// The facts that calls of one description share, and what they give to the fingerprint: epoch and handle are left out (0).
-struct KnownFacts {
-  CallFacts facts;
-  uint64_t sum = 0;
-  static KnownFacts of(CallFacts facts) {
-    facts.epoch = facts.handle = 0;
-    return {facts, fingerprint(facts)};
-  }
-};
-/// Of the facts with an epoch and a handle.
-uint64_t fingerprint(const KnownFacts& known, int64_t epoch, int64_t handle);
-
 /// Empty if all ranks agree with `facts[0]`; else a table of the facts that differ, a line each, a column per rank.
 std::string disagreement(std::span<const CallFacts> facts);
 

@@ -30,7 +30,8 @@ class InlineVector {
   }
   void assign(size_t n, T value) {
     resize_for_overwrite(n);
-    std::fill_n(data(), n, value);
+    if (more_) std::fill_n(more_.get(), n, value);
+    else std::fill_n(few_, kInline, value);  // of a constant number: no loop
   }
   void push_back(T value) {
     if (size_ == capacity_) reserve(2 * capacity_);

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <type_traits>
 
 #include "engine/cpu/block_cache.h"
 #include "engine/cpu/inline_vector.h"
@@ -12,13 +13,24 @@ namespace turnout::engine {
 
 namespace {
 
-int32_t to_int32(int64_t id) { return static_cast<int32_t>(id); }
+/// Whether all `n` ids are -1 or below `num_experts`.
+template <class Id>
+bool narrow(const Id* ids, size_t n, int num_experts, int32_t* to) {
+  using Unsigned = std::make_unsigned_t<Id>;
+  bool good = true;
+  for (size_t i = 0; i < n; ++i) {
+    good &= static_cast<Unsigned>(ids[i]) + 1 <= static_cast<Unsigned>(num_experts);
+    to[i] = static_cast<int32_t>(ids[i]);
+  }
+  return good;
+}
 
-void copy_ids(internal::Routing& r, const TensorView& topk_idx) {
+bool copy_ids(internal::Routing& r, const TensorView& topk_idx) {
   const size_t n = static_cast<size_t>(r.num_tokens) * static_cast<size_t>(r.num_topk);
   r.topk_idx.resize_for_overwrite(n);
-  if (topk_idx.dtype == DType::i64) std::transform(topk_idx.as<const int64_t>(), topk_idx.as<const int64_t>() + n, r.topk_idx.data(), to_int32);
-  else std::copy_n(topk_idx.as<const int32_t>(), n, r.topk_idx.data());
+  const int experts = r.experts->num_experts();
+  return topk_idx.dtype == DType::i64 ? narrow(topk_idx.as<const int64_t>(), n, experts, r.topk_idx.data())
+                                      : narrow(topk_idx.as<const int32_t>(), n, experts, r.topk_idx.data());
 }
 
 void copy_weights(internal::Routing& r, const TensorView& topk_weights) {
@@ -98,7 +110,7 @@ std::shared_ptr<internal::Routing> list_sends(std::shared_ptr<const core::Expert
   r.num_tokens = num_tokens;
   r.num_topk = static_cast<int>(topk_idx.shape[1]);
   r.has_weights = topk_weights.defined();
-  copy_ids(r, topk_idx);
+  if (!copy_ids(r, topk_idx)) return nullptr;
   if (r.has_weights) copy_weights(r, topk_weights);
 
   const auto ranks = static_cast<size_t>(r.experts->num_ranks());

@@ -8,7 +8,7 @@
 namespace turnout::engine {
 
 /// The source side of a new routing. A token is listed once per rank, however many of its experts live there.
-/// REQUIRES: ids were checked to be -1 or an expert of `experts`.
+/// Null if some id is neither -1 nor an expert of `experts`.
 std::shared_ptr<internal::Routing> list_sends(std::shared_ptr<const core::ExpertMap> experts, const TensorView& topk_idx,
                                               const TensorView& topk_weights, int64_t num_tokens);
 
