@@ -166,7 +166,7 @@ namespace {
 
 constexpr size_t kFewTerms = 64;
 /// So many offsets behind the last may be written meanwhile.
-constexpr size_t kOffsetsBeyond = 3;
+constexpr size_t kOffsetsBeyond = 7;
 
 /// group_rows() for few terms: they are sorted, and the offsets filled from one expert that has any to the next.
 void group_few_rows(Routing& r, size_t num_terms) {
@@ -186,11 +186,10 @@ void group_few_rows(Routing& r, size_t num_terms) {
   r.sorted_rows.resize_for_overwrite(n);
   int32_t *const sorted = r.sorted_rows.data(), *const counts = r.expert_counts.data();
   int64_t *const offsets = r.expert_offsets.data(), *const last = offsets + r.expert_offsets.size();
-  int64_t* next = offsets;                       // the first that is not known yet
+  int64_t* next = offsets;  // the first that is not known yet
   const auto fill_up_to = [&next](int64_t* until, int64_t value) {
     // What is written too far the next fill overwrites, or nobody reads.
-    const int64_t values[kOffsetsBeyond + 1] = {value, value, value, value};
-    for (int64_t* at = next; at < until; at += kOffsetsBeyond + 1) std::memcpy(at, values, sizeof values);
+    for (int64_t* at = next; at < until; at += kOffsetsBeyond + 1) std::fill_n(at, kOffsetsBeyond + 1, value);
     next = until;
   };
   for (size_t i = 0; i < n; ++i) {
