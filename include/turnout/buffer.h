@@ -28,7 +28,7 @@ struct DispatchArgs {
   TensorView x{};                  ///< [T, H], any dtype, last stride 1; rows are moved as bytes
   TensorView topk_idx{};           ///< [T, K] int32 or int64 dense; -1 = none; duplicates count twice. Not with `handle`.
   TensorView topk_weights{};       ///< [T, K] fp32 or bf16 dense; optional. Not with `handle` (its weights are used again).
-  std::vector<TensorView> side{};  ///< any number of [T, w] arrays that travel with the rows (scales), last stride 1
+  std::vector<TensorView> side{};  ///< up to 16 [T, w] arrays that travel with the rows (scales), last stride 1
   const Handle* handle = nullptr;  ///< reuse this routing: no counting. Layout, capacity and alignment are its: left out, or the same
 
   Mode mode = Mode::automatic;
@@ -40,7 +40,7 @@ struct DispatchArgs {
   Quantize quantize = Quantize::none;  ///< of bf16, fp16 or fp32 x; scales arrive as result.x_scales
   ResultKind result = ResultKind::automatic;
   /// Optional: rows of the result go here ([>= rows, H], last stride 1, with a capacity >= capacity rows; slab also [Le, C, H], dense).
-  /// Too little room here, or for result = lease, raises on all ranks and nothing is delivered.
+  /// Shares no memory with what is given. Too little room here, or for result = lease, raises on all ranks and nothing is delivered.
   TensorView out{};
   Receive receive = Receive::deferred;  ///< of dispatch_async
   int num_sms = 0;                      ///< GPU: most multiprocessors that the call takes; 0: as many as it gains from
@@ -93,9 +93,9 @@ struct CombineArgs {
   const Handle* handle = nullptr;
   CombineWeights apply = CombineWeights::none;
   TensorView weights{};       ///< with CombineWeights::rows: fp32 or bf16 [N] or [Le, C]
-  TensorView side{};          ///< optional fp32, one scalar per row, carried back to [T, K]: [N] or [Le, C]; rank_major [N, K]
+  TensorView side{};          ///< optional fp32, one scalar per row, carried back to [T, K]: [N] or [Le, C]; rank_major [N, K]; dense
   Wire wire = Wire::payload;  ///< rows: expert_major and expert_slab only
-  TensorView out{};           ///< optional [T, H'] of y's dtype
+  TensorView out{};           ///< optional [T, H'] of y's dtype; no memory of y, weights or side
   Mode mode = Mode::automatic;
   OnFailure on_failure = OnFailure::raise;
   int num_sms = 0;  ///< as in DispatchArgs

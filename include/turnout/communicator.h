@@ -34,7 +34,8 @@ struct CommunicatorOptions {
 };
 
 /// A group of ranks. Movable owner; Buffers made from it keep what they need alive, so it may be destroyed first.
-/// Destruction is local: it never waits for a peer.
+/// Destruction is local: it never waits for a peer. Collective calls (making a Buffer is one) come in the same order on all ranks:
+/// threads of a rank that make some at the same time need an order of their own, or a sub_group() each.
 class TURNOUT_API Communicator {
  public:
   /// From the environment of torchrun, mpirun, srun or `turnout launch`; without any of them, one rank. Collective.

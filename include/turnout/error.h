@@ -29,7 +29,7 @@ class TURNOUT_API TransportError : public Error {
 };
 
 /// What a wait was waiting for when it gave up, the same on all ranks. Phase "failed": `rank` itself could not go on with the call.
-struct WaitRecord {
+struct TURNOUT_API WaitRecord {
   int rank = -1;           ///< who waited, and found out
   std::vector<int> peers;  ///< for whom
   int lane = 0;

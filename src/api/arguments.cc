@@ -58,25 +58,62 @@ void check_dense(const Name& what, const TensorView& t) {
   if (!t.is_dense() && t.num_elements() > 0) refuse(what + " is " + t.to_string() + ", but must be dense");
 }
 
-/// At least `needed` numbers that are read one after the other, in any shape.
-void check_numbers(const Name& what, const TensorView& t, std::initializer_list<DType> dtypes, int64_t needed) {
-  if (t.ndim > 3) refuse(what + " has " + str(t.ndim) + " dimensions, but must have 1 to 3");
+/// Values that C++ lets through and no name stands for.
+template <class Enum>
+void check_enum(const Name& what, Enum value, Enum last) {
+  if (value > last) refuse(what + " is " + str(static_cast<int>(value)) + ", but must be 0 to " + str(static_cast<int>(last)));
+}
+
+void check_dtype(const Name& what, const TensorView& t) {
+  if (t.dtype > DType::fp64) refuse(what + ": its dtype is " + str(static_cast<int>(t.dtype)) + ", which is none");
+}
+
+/// Numbers that are read one after the other: as many as `wanted` rows of `cols`, or more rows; `cols` = 0: a vector.
+/// `slab`: a matrix of just [local experts, capacity] will do, too, as it comes in a result.
+void check_numbers(const Name& what, const TensorView& t, std::initializer_list<DType> dtypes, int64_t wanted, int64_t cols,
+                   const internal::Routing* slab = nullptr) {
+  check_dtype(what, t);
   if (std::find(dtypes.begin(), dtypes.end(), t.dtype) == dtypes.end()) {
     std::string names;
     for (DType dtype : dtypes) names += (names.empty() ? "" : " or ") + std::string(name(dtype));
     refuse(what + " is " + t.to_string() + ", but must be " + names);
   }
-  check_extents(what, t);
-  const int64_t have = t.num_elements();
+  if (t.ndim >= 1 && t.ndim <= 3) check_extents(what, t);
+  const bool as_slab = slab && t.ndim == 2 && t.shape[0] == slab->num_local_experts() && t.shape[1] == slab->capacity;
+  const bool as_rows = t.ndim == (cols ? 2 : 1) && t.shape[0] >= wanted && (!cols || t.shape[1] == cols);
+  if (!as_slab && !as_rows) {
+    std::string text = what + " is " + t.to_string() + ", but must be [";
+    text += str(wanted);
+    if (cols) text += ", " + str(cols);
+    text += "] (or more rows)";
+    if (slab) text += " or [" + str(slab->num_local_experts()) + ", " + str(slab->capacity) + "]";
+    refuse(text + (cols ? ", a number for each choice of a row" : ", a number for each row of y"));
+  }
   check_dense(what, t);
-  if (have < needed) refuse(what + " has " + str(have) + " elements, but must have " + str(needed) + ", one for each row or choice");
-  if (needed > 0 && !t.data) refuse(what + " has null data");
+  if (wanted > 0 && !t.data) refuse(what + " has null data");
   check_aligned(what, t);
 }
 
+/// No address is further from another: what is wraps around.
+constexpr int64_t kMostSpan = int64_t{1} << 47;
+
 /// What nearly every matrix is: to find out what is wrong with another one takes longer.
 bool is_good_matrix(const TensorView& t) {
-  return t.ndim == 2 && t.shape[0] > 0 && t.shape[1] > 0 && t.data && t.strides[1] == 1 && t.strides[0] >= 0 && is_aligned(t);
+  return t.ndim == 2 && t.shape[0] > 0 && t.shape[1] > 0 && t.data && t.strides[1] == 1 && t.strides[0] >= 0 && t.dtype <= DType::fp64 &&
+         (t.strides[0] | t.shape[0]) < (1 << 22) && t.shape[1] < kMostSpan / 16 && is_aligned(t);
+}
+
+/// Bytes from the first element to behind the last one. REQUIRES: no extent and no stride is negative. The largest number if it wraps.
+int64_t span_of(const TensorView& t) {
+  int64_t last = 0;
+  for (int d = 0; d < t.ndim; ++d) {
+    const auto i = static_cast<size_t>(d);
+    if (t.shape[i] <= 0) return 0;
+    int64_t step = 0;
+    if (t.shape[i] > 1 && __builtin_mul_overflow(t.shape[i] - 1, t.strides[i], &step)) return kMost;
+    if (__builtin_add_overflow(last, step, &last)) return kMost;
+  }
+  return last == kMost ? kMost : bytes_of(last + 1, t.dtype);
 }
 
 /// A matrix of rows: two dimensions, last stride 1, data unless there are no rows, aligned to its elements, on the CPU.
@@ -85,6 +122,7 @@ void check_matrix(const Name& what, const TensorView& t, int ndim = 2) {
     return;
   if (!t.defined()) refuse(what + " is missing");
   if (t.ndim != ndim) refuse(what + " is " + t.to_string() + ", but must have " + str(ndim) + " dimensions");
+  check_dtype(what, t);
   check_extents(what, t);
   if (t.num_elements() == 0) return;
   if (t.data == nullptr) refuse(what + " is " + t.to_string() + " with null data");
@@ -93,6 +131,7 @@ void check_matrix(const Name& what, const TensorView& t, int ndim = 2) {
   for (size_t d = 0; d < last; ++d) {
     if (t.shape[d] > 1 && t.strides[d] < 0) refuse(what + " is " + t.to_string() + ": strides must not be negative");
   }
+  if (span_of(t) > kMostSpan) refuse(what + " is " + t.to_string() + ": it would reach further than memory does");
   check_aligned(what, t);
 }
 
@@ -134,7 +173,7 @@ void check_row_width(const Name& what, const TensorView& t, const BufferConfig& 
   }
 }
 
-std::string text(Device device) { return device.kind == DeviceKind::cpu ? "the CPU" : std::string(name(device.kind)) + ":" + str(device.index); }
+std::string text(Device device) { return device == Device{} ? "the CPU" : std::string(name(device.kind)) + ":" + str(device.index); }
 
 [[noreturn, gnu::noinline]] void refuse_device(const BufferConfig& config, const Name& what, const TensorView& t) {
   refuse(what + " is on " + text(t.device) + ", but this Buffer is on " + text(config.device));
@@ -147,6 +186,8 @@ inline void check_device(const BufferConfig& config, const Name& what, const Ten
 template <class Args>
 void check_common(const Name& call, const BufferConfig& config, const Args& args) {
   if (!has_lane(config, args.lane)) refuse(call + ": " + lane_problem(config, args.lane));
+  check_enum(call + ": mode", args.mode, Mode::low_latency);
+  check_enum(call + ": on_failure", args.on_failure, OnFailure::mask);
   if (args.on_failure == OnFailure::mask) refuse(call + ": on_failure=mask is not in this version; use raise");
   // How many a GPU has its engine knows.
   if (args.num_sms < 0) refuse(call + ": num_sms is " + str(args.num_sms) + ", but must be 0 or more");
@@ -158,6 +199,11 @@ void check_common(const Name& call, const BufferConfig& config, const Args& args
 /// A view of memory that a result gave back is no argument.
 void check_alive(const engine::Context& context, const Name& what, const TensorView& t) {
   if (t.defined() && t.data && t.num_elements() > 0 && context.is_released(t.data)) refuse(what + " is a view of a result that was released");
+}
+
+/// An output in memory that is read while it is written: what comes of it depends on the moment.
+void check_apart(const Name& what, const TensorView& out, const Name& input, const TensorView& t) {
+  if (overlap(out, t)) refuse(what + " and " + input.text + " share memory: a result needs memory of its own");
 }
 
 /// What a handle fixes may be left at its default beside it, or be the same.
@@ -199,6 +245,20 @@ void check_memory(const engine::Context& context, const DispatchArgs& args) {
          " bytes of memory: give a smaller one");
 }
 
+void check_slab_out(const engine::Context& context, const DispatchArgs& args) {
+  const internal::Routing* r = args.handle ? args.handle->routing().get() : nullptr;
+  if ((r ? r->layout : args.layout) != Layout::expert_slab) refuse("dispatch: out is " + args.out.to_string() + ", but must have 2 dimensions");
+  int64_t local = 0;
+  if (r) {
+    local = r->num_local_experts();
+  } else {
+    std::lock_guard lock(context.experts_mutex);
+    local = context.experts->num_local(context.rank);
+  }
+  check_shape("dispatch: out", args.out, {local, r ? r->capacity : args.capacity.value_or(0), args.x.shape[1]});
+  check_dense("dispatch: out", args.out);
+}
+
 void check_routing_args(const engine::Context& context, const DispatchArgs& args) {
   const BufferConfig& config = context.config;
   const int64_t tokens = args.x.shape[0];
@@ -232,6 +292,21 @@ void check_routing_args(const engine::Context& context, const DispatchArgs& args
 
 }  // namespace
 
+/// Columns of one matrix beside each other are apart, too.
+bool overlap(const TensorView& a, const TensorView& b) {
+  if (!a.defined() || !b.defined()) return false;
+  const auto first = reinterpret_cast<uintptr_t>(a.data), second = reinterpret_cast<uintptr_t>(b.data);
+  if (first + static_cast<uintptr_t>(span_of(a)) <= second || second + static_cast<uintptr_t>(span_of(b)) <= first) return false;
+  if (span_of(a) == 0 || span_of(b) == 0) return false;
+  if (a.ndim != 2 || b.ndim != 2) return true;
+  const int64_t stride = a.strides[0] * static_cast<int64_t>(size_of(a.dtype)),
+                widths[] = {bytes_of(a.shape[1], a.dtype), bytes_of(b.shape[1], b.dtype)};
+  if (stride <= 0 || stride != b.strides[0] * static_cast<int64_t>(size_of(b.dtype))) return true;
+  const int64_t apart = second >= first ? static_cast<int64_t>((second - first) % static_cast<uintptr_t>(stride))
+                                        : (stride - static_cast<int64_t>((first - second) % static_cast<uintptr_t>(stride))) % stride;
+  return apart < widths[0] || apart + widths[1] > stride;
+}
+
 void check_ids(const TensorView& ids, int num_experts) {
   const int64_t n = ids.shape[0] * ids.shape[1];
   if (ids.dtype == DType::i64 ? are_experts(ids.as<const int64_t>(), n, num_experts) : are_experts(ids.as<const int32_t>(), n, num_experts)) return;
@@ -252,6 +327,10 @@ size_t row_bytes(const BufferConfig& config) { return static_cast<size_t>(config
 void check_dispatch(const engine::Context& context, const DispatchArgs& args) {
   const BufferConfig& config = context.config;
   check_common("dispatch", config, args);
+  check_enum("dispatch: layout", args.layout, Layout::expert_slab);
+  check_enum("dispatch: quantize", args.quantize, Quantize::fp8_e4m3_ue8m0);
+  check_enum("dispatch: result", args.result, ResultKind::fresh);
+  check_enum("dispatch: receive", args.receive, Receive::resident);
   check_device(config, "dispatch: x", args.x);
   check_device(config, "dispatch: topk_idx", args.topk_idx);
   check_device(config, "dispatch: topk_weights", args.topk_weights);
@@ -299,16 +378,19 @@ void check_dispatch(const engine::Context& context, const DispatchArgs& args) {
     if (args.result == ResultKind::lease) refuse("dispatch: out and result=lease exclude each other");
     const DType dtype = args.quantize == Quantize::none ? args.x.dtype : DType::fp8_e4m3;
     check_output("dispatch: out", args.out, dtype, args.x.shape[1]);
-    if (args.out.ndim == 3) {
-      check_dense("dispatch: out", args.out);
-      if (args.layout != Layout::expert_slab && !args.handle) refuse("dispatch: out is " + args.out.to_string() + ", but must have 2 dimensions");
-    }
+    if (args.out.ndim == 3) check_slab_out(context, args);
+    check_apart("dispatch: out", args.out, "x", args.x);
+    check_apart("dispatch: out", args.out, "topk_idx", args.topk_idx);
+    check_apart("dispatch: out", args.out, "topk_weights", args.topk_weights);
+    for (size_t s = 0; s < args.side.size(); ++s) check_apart("dispatch: out", args.out, "side[" + str(static_cast<int64_t>(s)) + "]", args.side[s]);
   }
 }
 
 void check_combine(const engine::Context& context, const CombineArgs& args) {
   const BufferConfig& config = context.config;
   check_common("combine", config, args);
+  check_enum("combine: apply", args.apply, CombineWeights::rows);
+  check_enum("combine: wire", args.wire, Wire::rows);
   check_device(config, "combine: y", args.y);
   check_device(config, "combine: weights", args.weights);
   check_device(config, "combine: side", args.side);
@@ -341,17 +423,21 @@ void check_combine(const engine::Context& context, const CombineArgs& args) {
     refuse(args.weights.defined() ? "combine: weights are given but not applied; set apply=rows" : "combine: apply=rows, but weights are missing");
   }
   if (args.weights.defined()) {
-    check_numbers("combine: weights", args.weights, {DType::fp32, DType::bf16}, need);
+    check_numbers("combine: weights", args.weights, {DType::fp32, DType::bf16}, need, 0, slab ? &r : nullptr);
     if (need > 0) check_alive(context, "combine: weights", args.weights);
   }
   if (args.side.defined()) {
     if (need > 0) check_alive(context, "combine: side", args.side);
-    check_numbers("combine: side", args.side, {DType::fp32}, r.layout == Layout::rank_major ? r.num_recv() * r.num_topk : need);
+    if (r.layout == Layout::rank_major) check_numbers("combine: side", args.side, {DType::fp32}, r.num_recv(), r.num_topk);
+    else check_numbers("combine: side", args.side, {DType::fp32}, need, 0, slab ? &r : nullptr);
   }
   if (args.out.defined()) {
     check_output("combine: out", args.out, args.y.dtype, args.y.shape[static_cast<size_t>(args.y.ndim - 1)]);
     if (args.out.ndim != 2 || args.out.shape[0] != r.num_tokens)
       refuse("combine: out is " + args.out.to_string() + ", but the handle has " + str(r.num_tokens) + " tokens");
+    check_apart("combine: out", args.out, "y", args.y);
+    check_apart("combine: out", args.out, "weights", args.weights);
+    check_apart("combine: out", args.out, "side", args.side);
   }
 }
 

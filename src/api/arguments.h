@@ -16,6 +16,9 @@ void check_combine(const engine::Context& context, const CombineArgs& args);
 /// Ids alone: -1 or an expert. REQUIRES: a matrix of i32 or i64 as check_dispatch() takes it, with data unless it is empty.
 void check_ids(const TensorView& ids, int num_experts);
 
+/// Whether elements of both views may be the same memory. REQUIRES: no negative strides.
+bool overlap(const TensorView& a, const TensorView& b);
+
 /// The fact that tells expert maps apart.
 inline int64_t generation_of(const core::ExpertMap& experts) { return static_cast<int64_t>(experts.hash() >> 1); }
 

@@ -1,6 +1,7 @@
 // Calls: checked, given an epoch, driven. A refused call consumes its epoch on all ranks.
 #include "api/buffer_impl.h"
 
+#include <algorithm>
 #include <cstring>
 #include <new>
 #include <string>
@@ -31,11 +32,10 @@ BufferImpl::BufferImpl(std::shared_ptr<CommunicatorImpl> communicator, const Buf
   } catch (const InvalidArgument& e) {
     refusal = e.what();
   }
-  {
-    std::lock_guard lock(communicator_->mutex);
-    if (refusal.empty()) agree(config);
-    else communicator_->bootstrap->all_gather("Buffer configuration", std::as_bytes(std::span("refused", 7)));
-  }
+  // All steps in one piece: another thread's Buffer on this Communicator comes before or after.
+  std::unique_lock steps(communicator_->mutex);
+  if (refusal.empty()) agree(config);
+  else communicator_->bootstrap->all_gather("Buffer configuration", std::as_bytes(std::span("refused", 7)));
   if (!refusal.empty()) throw InvalidArgument(refusal);
 
   // Beside a device the host only keeps the group together: who aborted, who closed.
@@ -47,11 +47,8 @@ BufferImpl::BufferImpl(std::shared_ptr<CommunicatorImpl> communicator, const Buf
     allocator = nullptr;
   }
   const core::BufferLayout layout = api::arena_of(on_host, transport.num_ranks());
-  std::unique_ptr<transport::Window> window;
-  {
-    std::lock_guard lock(communicator_->mutex);
-    window = transport.open("buffer", layout.num_bytes, layout.num_signals());
-  }
+  std::unique_ptr<transport::Window> window = transport.open("buffer", layout.num_bytes, layout.num_signals());
+  steps.unlock();
   if (config.touch_pages) std::memset(window->local() + layout.receive, 0, layout.receive_bytes);
   context_ = std::make_shared<engine::Context>(communicator_->transport, std::move(window), layout, communicator_->topology, config, allocator);
   if (device_) {
@@ -67,7 +64,12 @@ BufferImpl::BufferImpl(std::shared_ptr<CommunicatorImpl> communicator, const Buf
 /// Every fact of the configuration on every rank, compared; a difference raises on all ranks.
 void BufferImpl::agree(const BufferConfig& config) {
   std::string map, replicas;
-  for (int rank : config.expert_to_rank) map += std::to_string(rank) + " ";
+  // Written out or left out, the same map is the same.
+  const auto split = core::ExpertMap::split(config.num_experts, communicator_->transport->num_ranks());
+  const bool by_default = config.expert_to_rank.empty() || std::ranges::equal(config.expert_to_rank, split.owners());
+  if (!by_default) {
+    for (int rank : config.expert_to_rank) map += std::to_string(rank) + " ";
+  }
   for (int logical : config.replica_of) replicas += std::to_string(logical) + " ";
   const std::vector<std::pair<std::string, std::string>> facts = {
       {"num_experts", std::to_string(config.num_experts)},
@@ -195,16 +197,16 @@ engine::Call* BufferImpl::make_call(const DispatchArgs& args, Lane& lane, Pendin
     cached = args.handle->routing();
   } else {
     fresh = engine::list_sends(lane.experts(), args.topk_idx, args.topk_weights, args.x.shape[0]);
-    if (!fresh) [[unlikely]] api::check_ids(args.topk_idx, context_->config.num_experts);  // says which one
+    if (!fresh) [[unlikely]]
+      api::check_ids(args.topk_idx, context_->config.num_experts);  // says which one
     fresh->buffer = context_->serial;
     fresh->id = static_cast<int64_t>(args.lane) << 48 | static_cast<int64_t>(lane.next_epoch());
     fresh->layout = args.layout;
     fresh->capacity = args.capacity.value_or(-1);
     fresh->alignment = args.layout == Layout::expert_major ? args.expert_alignment : 1;
   }
-  auto call =
-      std::allocate_shared<engine::DispatchCall>(engine::CachedAllocator<engine::DispatchCall>(), context_, args.lane, lane.next_epoch(),
-                                                 lane.first_epoch(), known, args, std::move(fresh), std::move(cached));
+  auto call = std::allocate_shared<engine::DispatchCall>(engine::CachedAllocator<engine::DispatchCall>(), context_, args.lane, lane.next_epoch(),
+                                                         lane.first_epoch(), known, args, std::move(fresh), std::move(cached));
   pending.dispatch = call.get();
   if (pending.keeper) pending.call = call;
   lane.add(std::move(call));
@@ -214,7 +216,7 @@ engine::Call* BufferImpl::make_call(const DispatchArgs& args, Lane& lane, Pendin
 engine::Call* BufferImpl::make_call(const CombineArgs& args, Lane& lane, PendingImpl& pending) {
   const engine::KnownFacts& known = known_[static_cast<size_t>(lane.index())].combine.check(*context_, args);
   auto call = std::allocate_shared<engine::CombineCall>(engine::CachedAllocator<engine::CombineCall>(), context_, args.lane, lane.next_epoch(),
-                                                              lane.first_epoch(), known, args, args.handle->routing());
+                                                        lane.first_epoch(), known, args, args.handle->routing());
   pending.combine = call.get();
   if (pending.keeper) pending.call = call;
   lane.add(std::move(call));

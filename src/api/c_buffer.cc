@@ -92,6 +92,8 @@ DispatchArgs to_args(const turnout_dispatch_args& c) {
   args.mode = to_enum(c.mode, Mode::low_latency, "dispatch: mode");
   args.layout = to_enum(c.layout, Layout::expert_slab, "dispatch: layout");
   if (c.has_capacity) args.capacity = c.capacity;
+  else if (c.capacity != 0)
+    throw InvalidArgument("dispatch: capacity is " + std::to_string(c.capacity) + ", but has_capacity is 0, which means an exact size");
   args.expert_alignment = c.expert_alignment == 0 ? 1 : c.expert_alignment;
   args.quantize = to_enum(c.quantize, Quantize::fp8_e4m3_ue8m0, "dispatch: quantize");
   args.result = to_enum(c.result, ResultKind::fresh, "dispatch: result");

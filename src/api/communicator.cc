@@ -88,6 +88,15 @@ class Gate {
 
 }  // namespace
 
+namespace {
+
+internal::CommunicatorImpl& body(const std::shared_ptr<internal::CommunicatorImpl>& impl, const char* call) {
+  if (!impl) throw InvalidArgument(std::string(call) + ": this Communicator was moved from");
+  return *impl;
+}
+
+}  // namespace
+
 Communicator::Communicator(std::shared_ptr<internal::CommunicatorImpl> impl) : impl_(std::move(impl)) {}
 Communicator::Communicator(Communicator&&) noexcept = default;
 Communicator& Communicator::operator=(Communicator&&) noexcept = default;
@@ -115,25 +124,25 @@ Communicator Communicator::from_env(const CommunicatorOptions& options) {
   return from_store(tcp_store(info, options.timeout), info.rank, info.num_ranks, "world", options);
 }
 
-int Communicator::rank() const { return impl_->bootstrap->rank(); }
-int Communicator::num_ranks() const { return impl_->bootstrap->num_ranks(); }
-int Communicator::num_nodes() const { return impl_->topology.num_nodes(); }
-int Communicator::node() const { return impl_->topology.node_of(rank()); }
-int Communicator::local_rank() const { return impl_->topology.local_rank(rank()); }
-std::string_view Communicator::transport() const { return impl_->transport->name(); }
+int Communicator::rank() const { return body(impl_, "rank").bootstrap->rank(); }
+int Communicator::num_ranks() const { return body(impl_, "num_ranks").bootstrap->num_ranks(); }
+int Communicator::num_nodes() const { return body(impl_, "num_nodes").topology.num_nodes(); }
+int Communicator::node() const { return body(impl_, "node").topology.node_of(rank()); }
+int Communicator::local_rank() const { return body(impl_, "local_rank").topology.local_rank(rank()); }
+std::string_view Communicator::transport() const { return body(impl_, "transport").transport->name(); }
 
 std::vector<std::vector<std::byte>> Communicator::all_gather(std::span<const std::byte> mine) {
-  std::lock_guard lock(impl_->mutex);
+  std::lock_guard lock(body(impl_, "all_gather").mutex);
   return impl_->bootstrap->all_gather("all_gather", mine);
 }
 
 void Communicator::barrier() {
-  std::lock_guard lock(impl_->mutex);
+  std::lock_guard lock(body(impl_, "barrier").mutex);
   impl_->bootstrap->barrier("barrier");
 }
 
 Communicator Communicator::sub_group(std::span<const int> members, std::string_view name) {
-  CommunicatorOptions options = impl_->options;
+  CommunicatorOptions options = body(impl_, "sub_group").options;
   if (!options.node_of_rank.empty()) {
     std::vector<int> nodes;
     for (int member : members) nodes.push_back(impl_->topology.node_of(member));

@@ -36,6 +36,7 @@ void BufferConfig::validate(int num_ranks) const {
   require(num_ranks >= 1 && num_ranks <= kMostRanks, "num_ranks", num_ranks, "1 to " + std::to_string(kMostRanks));
   require(num_experts >= 1 && num_experts <= (1 << 24), "num_experts", num_experts, "1 to 16777216");
   require(hidden >= 1 && hidden <= (int64_t{1} << 24), "hidden", hidden, "1 to 16777216");
+  require(dtype <= DType::fp64, "dtype", static_cast<int>(dtype), "0 to " + std::to_string(static_cast<int>(DType::fp64)));
   require(max_tokens_per_rank >= 0, "max_tokens_per_rank", max_tokens_per_rank, "0 or more");
   require(max_tokens_per_rank < INT32_MAX / num_ranks, "max_tokens_per_rank", max_tokens_per_rank,
           "below 2^31 / " + std::to_string(num_ranks) + " ranks");

@@ -62,8 +62,8 @@ struct Rows {
 
 }  // namespace
 
+/// REQUIRES: the steps of the Communicator are this call's.
 void BufferImpl::open_device(const BufferConfig& config, Allocator* allocator) {
-  std::lock_guard lock(communicator_->mutex);
   const int num_ranks = communicator_->transport->num_ranks();
   const engine::cuda::Arena arena = engine::cuda::Arena::of(engine::cuda::arena_shape(config, num_ranks));
   auto window = transport::open_device_window(*communicator_->bootstrap, *communicator_->transport, "auto", config.device.index, arena.num_bytes);

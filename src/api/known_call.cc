@@ -2,6 +2,8 @@
 // combine, a handle of a dispatch) is checked in full every time.
 #include "api/known_call.h"
 
+#include <algorithm>
+#include <initializer_list>
 #include <utility>
 
 #include "api/arguments.h"
@@ -27,19 +29,25 @@ bool is_good(const engine::Context& context, const TensorView& view) {
 }
 bool is_good_if_given(const engine::Context& context, const TensorView& view) { return !view.defined() || is_good(context, view); }
 
+/// The same of an output, which shares no memory with what is read.
+bool is_good_output(const engine::Context& context, const TensorView& out, std::initializer_list<const TensorView*> inputs) {
+  if (!out.defined()) return true;
+  return is_good(context, out) && std::none_of(inputs.begin(), inputs.end(), [&](const TensorView* t) { return overlap(out, *t); });
+}
+
 }  // namespace
 
 bool KnownDispatch::is_like(const DispatchArgs& args, const core::ExpertMap& experts) const {
   return is_there_ && !args.handle && args.side.empty() && api::is_like(args.x, x_) && api::is_like(args.topk_idx, topk_idx_) &&
          api::is_like(args.topk_weights, topk_weights_) && api::is_like(args.out, out_) && args.mode == mode_ && args.layout == layout_ &&
          args.capacity == capacity_ && args.expert_alignment == expert_alignment_ && args.quantize == quantize_ && args.result == result_ &&
-         args.num_sms == num_sms_ && args.on_failure == on_failure_ && args.lane == lane_ && !args.stream.native &&
-         facts_.facts.generation == generation_of(experts);
+         args.num_sms == num_sms_ && args.on_failure == on_failure_ && args.lane == lane_ && args.receive <= Receive::resident &&
+         !args.stream.native && facts_.facts.generation == generation_of(experts);
 }
 
 const engine::KnownFacts& KnownDispatch::check(const engine::Context& context, const DispatchArgs& args, const core::ExpertMap& experts) {
   if (is_like(args, experts) && is_good(context, args.x) && is_good(context, args.topk_idx) && is_good_if_given(context, args.topk_weights) &&
-      is_good_if_given(context, args.out)) [[likely]] {
+      is_good_output(context, args.out, {&args.x, &args.topk_idx, &args.topk_weights})) [[likely]] {
     return facts_;
   }
   is_there_ = false;
@@ -74,7 +82,7 @@ bool KnownCombine::is_like(const engine::Context& context, const CombineArgs& ar
 }
 
 const engine::KnownFacts& KnownCombine::check(const engine::Context& context, const CombineArgs& args) {
-  if (is_like(context, args) && is_good(context, args.y) && is_good_if_given(context, args.out)) [[likely]]
+  if (is_like(context, args) && is_good(context, args.y) && is_good_output(context, args.out, {&args.y})) [[likely]]
     return facts_;
   is_there_ = false;
   check_combine(context, args);

@@ -183,7 +183,7 @@ TEST(Disagreement, OfCombineArguments) {
     if (b.rank() == 1) back.wire = Wire::fp32;
     b.combine(back);
   });
-  expect_table_after_dispatch({"weights:", "rank 0 = 0", "rank 1 = 1"}, [](Buffer& b, Tokens&, DispatchResult&, CombineArgs& back) {
+  expect_table_after_dispatch({"weights:", "rank 0 = none", "rank 1 = source"}, [](Buffer& b, Tokens&, DispatchResult&, CombineArgs& back) {
     if (b.rank() == 1) back.apply = CombineWeights::source;
     b.combine(back);
   });
@@ -193,7 +193,7 @@ TEST(Disagreement, OfCombineArguments) {
   });
   const Shared<float> side(64);
   expect_table_after_dispatch({"side arrays:", "rank 0 = 0", "rank 1 = 1"}, [&](Buffer& b, Tokens&, DispatchResult&, CombineArgs& back) {
-    if (b.rank() == 1) back.side = dense(side.data(), DType::fp32, {64});
+    if (b.rank() == 1) back.side = dense(side.data(), DType::fp32, {32, 2});
     b.combine(back);
   });
 }

@@ -1,6 +1,5 @@
 // The table that tells all ranks in what they disagree.
 #include "engine/cpu/header.h"
-#include "engine/cpu/known_facts.h"
 
 #include <algorithm>
 #include <array>
@@ -8,6 +7,7 @@
 #include <cstddef>
 #include <cstring>
 
+#include "engine/cpu/known_facts.h"
 #include "turnout/types.h"
 
 namespace turnout::engine {
@@ -39,6 +39,37 @@ constexpr auto kFactors = [] {
   return factors;
 }();
 
+/// Of a hash: enough to tell two apart.
+std::string short_hash(int64_t value) {
+  constexpr char kDigits[] = "0123456789abcdef";
+  std::string text = "#";
+  for (int shift = 28; shift >= 0; shift -= 4) text += kDigits[(value >> 8 >> shift) & 15];
+  return text;
+}
+
+/// How a fact's value reads in the table: names for the closed sets.
+std::string fact_text(size_t fact, const CallFacts& facts) {
+  const int64_t value = values_of(facts)[fact];
+  const auto small = static_cast<uint8_t>(value);
+  const bool dispatch = facts.kind == static_cast<int64_t>(CallKind::dispatch);
+  switch (fact) {
+    case 0: return std::to_string(value / 1'000'000) + "." + std::to_string(value / 1000 % 1000) + "." + std::to_string(value % 1000);
+    case 1: return value == 1 ? "dispatch" : value == 2 ? "combine" : std::to_string(value);
+    case 3:
+    case 12: return short_hash(value);
+    case 4: return std::string(name(static_cast<Mode>(small)));
+    case 5: return std::string(name(static_cast<Layout>(small)));
+    case 6: return std::string(name(static_cast<DType>(small)));
+    case 9: return dispatch ? (value ? "given" : "none") : value == 0 ? "none" : value == 1 ? "source" : value == 2 ? "rows" : std::to_string(value);
+    case 13: return value < 0 ? "exact" : std::to_string(value);
+    case 15: return std::string(name(static_cast<Quantize>(small)));
+    case 16: return std::string(name(static_cast<Wire>(small)));
+    case 17: return value == 0 ? "none" : std::to_string(value >> 48) + "." + std::to_string(value & ((int64_t{1} << 48) - 1));
+    case 18: return value == 0 ? "raise" : value == 1 ? "mask" : std::to_string(value);
+    default: return std::to_string(value);
+  }
+}
+
 }  // namespace
 
 uint64_t fingerprint(const CallFacts& facts) {
@@ -53,21 +84,6 @@ uint64_t fingerprint(const KnownFacts& known, int64_t epoch, int64_t handle) {
          static_cast<uint64_t>(handle) * kFactors[offsetof(CallFacts, handle) / sizeof(int64_t)];
 }
 
-std::string fact_text(size_t fact, int64_t value) {
-  const auto small = static_cast<uint8_t>(value);
-  switch (fact) {
-    case 0: return std::to_string(value / 1'000'000) + "." + std::to_string(value / 1000 % 1000) + "." + std::to_string(value % 1000);
-    case 1: return value == 1 ? "dispatch" : value == 2 ? "combine" : std::to_string(value);
-    case 4: return std::string(name(static_cast<Mode>(small)));
-    case 5: return std::string(name(static_cast<Layout>(small)));
-    case 6: return std::string(name(static_cast<DType>(small)));
-    case 13: return value < 0 ? "exact" : std::to_string(value);
-    case 15: return std::string(name(static_cast<Quantize>(small)));
-    case 16: return std::string(name(static_cast<Wire>(small)));
-    default: return std::to_string(value);
-  }
-}
-
 std::string disagreement(std::span<const CallFacts> facts) {
   std::string table;
   if (std::all_of(facts.begin(), facts.end(), [&](const CallFacts& f) { return f == facts[0]; })) return table;
@@ -77,7 +93,7 @@ std::string disagreement(std::span<const CallFacts> facts) {
     if (same) continue;
     table += "\n  " + std::string(kFactNames[fact]) + ":";
     for (size_t rank = 0; rank < facts.size(); ++rank) {
-      table += (rank ? ", " : " ") + ("rank " + std::to_string(rank) + " = ") + fact_text(fact, values_of(facts[rank])[fact]);
+      table += (rank ? ", " : " ") + ("rank " + std::to_string(rank) + " = ") + fact_text(fact, facts[rank]);
     }
   }
   return table;

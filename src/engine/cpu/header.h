@@ -64,7 +64,4 @@ uint64_t fingerprint(const CallFacts& facts);
 /// Empty if all ranks agree with `facts[0]`; else a table of the facts that differ, a line each, a column per rank.
 std::string disagreement(std::span<const CallFacts> facts);
 
-/// How a fact's value reads in the table: names for the closed sets.
-std::string fact_text(size_t fact, int64_t value);
-
 }  // namespace turnout::engine
