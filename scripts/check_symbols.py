@@ -16,6 +16,23 @@ DECLARED = re.compile(r"TURNOUT_API[^;()]*?\b(turnout_[a-z_]+)\(")
 NEEDED = ["turnout::v0::Buffer::dispatch(", "turnout::v0::Communicator::from_env(", "turnout::v0::required_bytes(",
           "typeinfo for turnout::v0::PeerTimeout"]
 
+HEAD = re.compile(r"^(?:class|struct) (?!TURNOUT_API )(\w+)[^;]*\{")
+MEMBER = re.compile(r"^  (?!friend |using |typedef |//)[^={}]*\([^{}]*\)(?: const| noexcept| override)*;")
+
+
+def hidden_members(header):
+    """Member functions that are declared without a body in a class that is not shown: programs cannot link them."""
+    found, name = [], None
+    for line in header.splitlines():
+        head = HEAD.match(line)
+        name = head.group(1) if head else None if line.startswith("}") else name
+        if name and MEMBER.match(line):
+            found.append(f"{name}: {line.strip()}")
+    return found
+
+
+assert hidden_members("struct A {\n  int f() const;\n};\nstruct TURNOUT_API B {\n  void g();\n};\nclass C {\n  int h() { return 1; }\n};") == ["A: int f() const;"]
+
 
 def main():
     library, include = sys.argv[1], pathlib.Path(sys.argv[2])
@@ -26,6 +43,8 @@ def main():
     declared = {name for header in sorted(include.glob("turnout/c/*.h")) for name in DECLARED.findall(header.read_text())}
     problems += [f"declared in the C header, but missing: {name}" for name in sorted(declared - set(names))]
     problems += [f"shown, but not in the C header: {name}" for name in sorted({n for n in names if C.match(n)} - declared)]
+    for header in sorted(include.glob("turnout/*.h")):
+        problems += [f"{header.name}: declared in a class without TURNOUT_API: {member}" for member in hidden_members(header.read_text())]
     if not declared:
         problems.append(f"no functions found in {include}/turnout/c")
     for problem in problems:

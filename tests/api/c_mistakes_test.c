@@ -30,6 +30,7 @@ static void negative_capacity(problem* p) {
   p->args.has_capacity = 1;
   p->args.capacity = -1;
 }
+static void half_a_capacity(problem* p) { p->args.capacity = 5; }
 static void no_side(problem* p) { p->args.side = NULL; }
 static void endless_side(problem* p) { p->args.num_side = SIZE_MAX; }
 static void no_such_lane(problem* p) { p->args.lane = 3; }
@@ -53,6 +54,7 @@ static turnout_status mistakes(turnout_communicator* communicator, void* context
                                 {"at most 3", too_many_tokens},
                                 {"topk_idx has 3 experts", too_many_choices},
                                 {"capacity is -1", negative_capacity},
+                                {"capacity is 5, but has_capacity is 0", half_a_capacity},
                                 {"side is null", no_side},
                                 {"num_side is", endless_side},
                                 {"lane is 3", no_such_lane},
