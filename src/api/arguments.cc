@@ -72,6 +72,7 @@ void check_dtype(const Name& what, const TensorView& t) {
 /// `slab`: a matrix of just [local experts, capacity] will do, too, as it comes in a result.
 void check_numbers(const Name& what, const TensorView& t, std::initializer_list<DType> dtypes, int64_t wanted, int64_t cols,
                    const internal::Routing* slab = nullptr) {
+  if (t.ndim > 3) refuse(what + " has " + str(t.ndim) + " dimensions, but must have 1 to 3");
   check_dtype(what, t);
   if (std::find(dtypes.begin(), dtypes.end(), t.dtype) == dtypes.end()) {
     std::string names;
@@ -100,7 +101,7 @@ constexpr int64_t kMostSpan = int64_t{1} << 47;
 /// What nearly every matrix is: to find out what is wrong with another one takes longer.
 bool is_good_matrix(const TensorView& t) {
   return t.ndim == 2 && t.shape[0] > 0 && t.shape[1] > 0 && t.data && t.strides[1] == 1 && t.strides[0] >= 0 && t.dtype <= DType::fp64 &&
-         (t.strides[0] | t.shape[0]) < (1 << 22) && t.shape[1] < kMostSpan / 16 && is_aligned(t);
+         is_aligned(t);
 }
 
 /// Bytes from the first element to behind the last one. REQUIRES: no extent and no stride is negative. The largest number if it wraps.
@@ -131,8 +132,12 @@ void check_matrix(const Name& what, const TensorView& t, int ndim = 2) {
   for (size_t d = 0; d < last; ++d) {
     if (t.shape[d] > 1 && t.strides[d] < 0) refuse(what + " is " + t.to_string() + ": strides must not be negative");
   }
-  if (span_of(t) > kMostSpan) refuse(what + " is " + t.to_string() + ": it would reach further than memory does");
   check_aligned(what, t);
+}
+
+/// Once its extents are known to be good, so that they are told apart from strides.
+void check_span(const Name& what, const TensorView& t) {
+  if (t.defined() && span_of(t) > kMostSpan) refuse(what + " is " + t.to_string() + ": it would reach further than memory does");
 }
 
 void check_shape(const Name& what, const TensorView& t, std::initializer_list<int64_t> shape) {
@@ -373,12 +378,15 @@ void check_dispatch(const engine::Context& context, const DispatchArgs& args) {
              "], but this Buffer was made for at most " + str(static_cast<int64_t>(config.max_side_bytes)) + " (max_side_bytes)");
     }
   }
+  check_span("dispatch: x", args.x);
+  for (size_t s = 0; s < args.side.size(); ++s) check_span("dispatch: side[" + str(static_cast<int64_t>(s)) + "]", args.side[s]);
   check_alive(context, "dispatch: out", args.out);
   if (args.out.defined()) {
     if (args.result == ResultKind::lease) refuse("dispatch: out and result=lease exclude each other");
     const DType dtype = args.quantize == Quantize::none ? args.x.dtype : DType::fp8_e4m3;
     check_output("dispatch: out", args.out, dtype, args.x.shape[1]);
     if (args.out.ndim == 3) check_slab_out(context, args);
+    check_span("dispatch: out", args.out);
     check_apart("dispatch: out", args.out, "x", args.x);
     check_apart("dispatch: out", args.out, "topk_idx", args.topk_idx);
     check_apart("dispatch: out", args.out, "topk_weights", args.topk_weights);
@@ -408,6 +416,7 @@ void check_combine(const engine::Context& context, const CombineArgs& args) {
   }
   const int64_t have = args.y.ndim == 3 ? args.y.shape[0] * args.y.shape[1] : args.y.shape[0];
   if (have < need) refuse("combine: y has " + str(have) + " rows, but the handle's dispatch delivered " + str(need));
+  check_span("combine: y", args.y);
   if (need > 0) check_alive(context, "combine: y", args.y);
   check_alive(context, "combine: out", args.out);
   if (args.wire == Wire::rows && r.layout == Layout::rank_major) {
@@ -435,6 +444,7 @@ void check_combine(const engine::Context& context, const CombineArgs& args) {
     check_output("combine: out", args.out, args.y.dtype, args.y.shape[static_cast<size_t>(args.y.ndim - 1)]);
     if (args.out.ndim != 2 || args.out.shape[0] != r.num_tokens)
       refuse("combine: out is " + args.out.to_string() + ", but the handle has " + str(r.num_tokens) + " tokens");
+    check_span("combine: out", args.out);
     check_apart("combine: out", args.out, "y", args.y);
     check_apart("combine: out", args.out, "weights", args.weights);
     check_apart("combine: out", args.out, "side", args.side);

@@ -106,7 +106,7 @@ TEST(BadInput, WeightsOfCombine) {
                            a.apply = CombineWeights::rows;
                            a.weights = dense(w, DType::fp32, {1});
                          },
-                         {"weights has 1 elements"});
+                         {"weights is fp32[1]"});
   expect_combine_refused(Layout::expert_major,
                          [](CombineArgs& a, const DispatchResult&) {
                            a.apply = CombineWeights::rows;
@@ -117,7 +117,7 @@ TEST(BadInput, WeightsOfCombine) {
                          {"weights=source", "rank_major"});
   expect_combine_refused(Layout::rank_major, [](CombineArgs& a, const DispatchResult&) { a.wire = Wire::rows; }, {"wire=rows", "rank_major"});
   expect_combine_refused(Layout::expert_major, [](CombineArgs& a, const DispatchResult&) { a.side = dense(w, DType::fp32, {1}); },
-                         {"side has 1 elements"});
+                         {"side is fp32[1]"});
   expect_combine_refused(Layout::expert_major, [](CombineArgs& a, const DispatchResult&) { a.side = dense(w, DType::fp64, {32}); },
                          {"side is", "fp64"});
 }
