@@ -195,16 +195,16 @@ engine::Call* BufferImpl::make_call(const DispatchArgs& args, Lane& lane, Pendin
     cached = args.handle->routing();
   } else {
     fresh = engine::list_sends(lane.experts(), args.topk_idx, args.topk_weights, args.x.shape[0]);
-    if (!fresh) [[unlikely]] api::check_ids(args.topk_idx, context_->config.num_experts);  // says which one
+    if (!fresh) [[unlikely]]
+      api::check_ids(args.topk_idx, context_->config.num_experts);  // says which one
     fresh->buffer = context_->serial;
     fresh->id = static_cast<int64_t>(args.lane) << 48 | static_cast<int64_t>(lane.next_epoch());
     fresh->layout = args.layout;
     fresh->capacity = args.capacity.value_or(-1);
     fresh->alignment = args.layout == Layout::expert_major ? args.expert_alignment : 1;
   }
-  auto call =
-      std::allocate_shared<engine::DispatchCall>(engine::CachedAllocator<engine::DispatchCall>(), context_, args.lane, lane.next_epoch(),
-                                                 lane.first_epoch(), known, args, std::move(fresh), std::move(cached));
+  auto call = std::allocate_shared<engine::DispatchCall>(engine::CachedAllocator<engine::DispatchCall>(), context_, args.lane, lane.next_epoch(),
+                                                         lane.first_epoch(), known, args, std::move(fresh), std::move(cached));
   pending.dispatch = call.get();
   if (pending.keeper) pending.call = call;
   lane.add(std::move(call));
@@ -214,7 +214,7 @@ engine::Call* BufferImpl::make_call(const DispatchArgs& args, Lane& lane, Pendin
 engine::Call* BufferImpl::make_call(const CombineArgs& args, Lane& lane, PendingImpl& pending) {
   const engine::KnownFacts& known = known_[static_cast<size_t>(lane.index())].combine.check(*context_, args);
   auto call = std::allocate_shared<engine::CombineCall>(engine::CachedAllocator<engine::CombineCall>(), context_, args.lane, lane.next_epoch(),
-                                                              lane.first_epoch(), known, args, args.handle->routing());
+                                                        lane.first_epoch(), known, args, args.handle->routing());
   pending.combine = call.get();
   if (pending.keeper) pending.call = call;
   lane.add(std::move(call));

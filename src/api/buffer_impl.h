@@ -73,9 +73,7 @@ class BufferImpl : public std::enable_shared_from_this<BufferImpl> {
   DispatchResult finish_dispatch(PendingImpl& pending) {
     return pending.device ? finish_dispatch_on_device(pending) : finish_dispatch_on_host(pending);
   }
-  CombineResult finish_combine(PendingImpl& pending) {
-    return pending.device ? finish_combine_on_device(pending) : finish_combine_on_host(pending);
-  }
+  CombineResult finish_combine(PendingImpl& pending) { return pending.device ? finish_combine_on_device(pending) : finish_combine_on_host(pending); }
   /// Drives a pending call that nobody wants any more to its end.
   void drop(PendingImpl& pending) noexcept;
 

@@ -1,6 +1,5 @@
 // The table that tells all ranks in what they disagree.
 #include "engine/cpu/header.h"
-#include "engine/cpu/known_facts.h"
 
 #include <algorithm>
 #include <array>
@@ -8,6 +7,7 @@
 #include <cstddef>
 #include <cstring>
 
+#include "engine/cpu/known_facts.h"
 #include "turnout/types.h"
 
 namespace turnout::engine {
