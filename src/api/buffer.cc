@@ -41,7 +41,7 @@ void Buffer::synchronize() { impl_->synchronize(); }
 void Buffer::recover() { impl_->recover(); }
 const uint64_t* Buffer::status_word() const {
   if (impl_->device()) return impl_->device()->status_word();
-  return reinterpret_cast<const uint64_t*>(&impl_->context()->status);
+  return impl_->context()->status_word();
 }
 void Buffer::suspend() { impl_->suspend(); }
 void Buffer::resume() { impl_->resume(); }

@@ -35,9 +35,7 @@ std::vector<int> missing_in(const Value& note) {
   return ranks;
 }
 
-std::vector<std::byte> numbered(int num_ranks, uint64_t number) {
-  return pack(Kind::arrived, num_ranks, "", std::as_bytes(std::span(&number, 1)));
-}
+std::vector<std::byte> numbered(int num_ranks, uint64_t number) { return pack(Kind::arrived, num_ranks, "", std::as_bytes(std::span(&number, 1))); }
 
 }  // namespace
 

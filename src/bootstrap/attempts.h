@@ -19,7 +19,8 @@ namespace turnout::bootstrap {
 class Attempts {
  public:
   /// `prefix` of all keys of the name. The store must outlive it.
-  Attempts(Store& store, std::string prefix, int rank, int num_ranks) : store_(store), prefix_(std::move(prefix)), rank_(rank), num_ranks_(num_ranks) {}
+  Attempts(Store& store, std::string prefix, int rank, int num_ranks)
+      : store_(store), prefix_(std::move(prefix)), rank_(rank), num_ranks_(num_ranks) {}
 
   struct Outcome {
     uint64_t attempt = 0;      ///< the same on all ranks, and on no other group of the name

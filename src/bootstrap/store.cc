@@ -12,6 +12,7 @@
 #include "bootstrap/step_value.h"
 #include "bootstrap/timeout.h"
 #include "turnout/bootstrap.h"
+#include "util/process.h"
 
 namespace turnout {
 inline namespace v0 {
@@ -87,6 +88,11 @@ class StoreBootstrap final : public Bootstrap {
   int num_ranks() const override { return num_ranks_; }
 
   std::vector<std::vector<std::byte>> all_gather(std::string_view step, std::span<const std::byte> mine) override {
+    if (!process_.is_this()) {
+      throw InvalidArgument("bootstrap: " + std::string(step) + " (group '" + name_ +
+                            "'): this process is a child, made by fork(), of the one that is rank " + std::to_string(rank_) +
+                            ": start ranks as programs of their own, or make the Communicator after fork()");
+    }
     const uint64_t number = ++step_;
     const auto start = Clock::now();
     const auto arrive = [&] { store_->set(key(number, rank_), pack(Kind::arrived, num_ranks_, step, mine)); };
@@ -238,6 +244,7 @@ class StoreBootstrap final : public Bootstrap {
   const int rank_, num_ranks_;
   const std::string name_;
   std::string prefix_;
+  const util::Process process_;
   const milliseconds timeout_;
   uint64_t step_ = 0;
   std::map<std::string, int> groups_;
