@@ -126,7 +126,9 @@ TEST_P(Both, ClosingWhileAnotherThreadCallsAtAnyMoment) {
             } catch (const PeerFailed&) {       // closed there
             }
           });
-          for (int i = 0; i < round * 10; ++i) std::this_thread::yield();
+          const auto moment = Clock::now() + round * 20us;
+          while (Clock::now() < moment) {
+          }
           buffer.close();
           caller.join();
           communicator.barrier();
@@ -182,7 +184,9 @@ TEST_P(Both, AChildIsNoRank) {
         for (int i = 0; i < 3; ++i) {
           mine.x.fill(static_cast<float>(10 * i + communicator.rank()));
           const DispatchResult result = buffer.dispatch(mine.args());
-          for (int source = 0; source < 2; ++source) EXPECT_EQ(*static_cast<const float*>(result.x.row(source)), static_cast<float>(10 * i + source));
+          for (int source = 0; source < 2; ++source) {
+            EXPECT_EQ(*reinterpret_cast<const float*>(result.x.row(source)), static_cast<float>(10 * i + source));
+          }
         }
       },
       options());
