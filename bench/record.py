@@ -4,7 +4,7 @@
 Usage: record.py TURNOUT [--mpi PROGRAM] [--output FILE] [--rounds N] [--try]
 
 The shapes that are held against Open MPI run in interleaved rounds, because machines drift; their figure is the median round. The
-others run once. A dirty tree is refused, since a record names the tree it measured; --try takes any tree, measures briefly, and
+others run once. A ratio is always of the figures that the record holds: `x limit` is p50 / limit of the median round, as the tables show it. A dirty tree is refused, since a record names the tree it measured; --try takes any tree, measures briefly, and
 leaves the trees out of what it writes.
 """
 import argparse
@@ -87,7 +87,7 @@ def compared(recorder, mpi, rounds):
         recorder.cases.append(case)
         what, note = "%d tokens x %d, %s" % (tokens, hidden, result), ""
         if result == "lease" and (op, tokens) in wanted:
-            ratio = side_by_side.statistics.median(c["p50_us"] / c["limit_us"] for c in cases)
+            ratio = case["p50_us"] / case["limit_us"]
             goals.append(("%s %s: at most %.1f x limit" % (op, what, wanted[op, tokens]), "%.2f" % ratio, ratio <= wanted[op, tokens]))
         if result == "lease" and (op, tokens, hidden) in rivals:
             rival = min((side_by_side.median_case(c) for c in rivals[op, tokens, hidden].values()), key=lambda c: c["p50_us"])

@@ -137,6 +137,30 @@ int parse(CLI::App& app, int argc, char** argv) {
   return 2;
 }
 
+/// Under a launcher how many ranks there are, and where, is the launcher's to say.
+void check_launched(const CLI::App& c, const tools::BenchOptions& bench, const tools::DemoOptions& demo, const tools::SelftestOptions& selftest) {
+  if (c.get_name() == "version") return;
+  const LaunchInfo info = launch_info_from_env();
+  if (info.launcher == "none") return;
+  const auto of = [&](const auto& b, const auto& d, const auto& s) { return c.get_name() == "bench" ? b : c.get_name() == "demo" ? d : s; };
+  const int ranks = of(bench.ranks, demo.ranks, selftest.ranks);
+  const std::string where = "this is one of the " + std::to_string(info.num_ranks) + " ranks that " +
+                            (info.launcher == "turnout" ? "turnout launch" : info.launcher) + " has started";
+  if (c.count("--ranks") > 0 && ranks != info.num_ranks) {
+    throw InvalidArgument("--ranks " + std::to_string(ranks) + ": " + where + "; leave --ranks out, or start without a launcher");
+  }
+  if (c.count("--placement") > 0 && of(bench.placement, demo.placement, selftest.placement) == "threads") {
+    throw InvalidArgument("--placement threads: " + where + " as processes; leave --placement out, or start without a launcher");
+  }
+}
+
+/// What was printed may still lie in the stream: only now is it known whether it could be written.
+int with_output_written(int status) {
+  if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return status;
+  std::fprintf(stderr, "turnout: the output cannot be written\n");
+  return status == 0 ? 3 : status;
+}
+
 int run(int argc, char** argv) {
   CLI::App app("Turnout: dispatch and combine for Mixture-of-Experts models");
   app.require_subcommand(1);
@@ -154,6 +178,8 @@ int run(int argc, char** argv) {
 
   const std::vector<std::string> arguments(argv + 1, argv + argc);
   bench.arguments = demo.arguments = selftest.arguments = arguments;
+  if (demo.text.empty() && app.get_subcommand("demo")->count("--text") > 0) throw InvalidArgument("--text needs the name of a file");
+  if (!app.got_subcommand("launch")) check_launched(*app.get_subcommands().front(), bench, demo, selftest);
   if (app.got_subcommand("launch")) return tools::run_launch(launch);
   if (app.got_subcommand("bench")) return tools::run_bench(bench);
   if (app.got_subcommand("demo")) return tools::run_demo(demo);
@@ -166,7 +192,7 @@ int run(int argc, char** argv) {
 
 int main(int argc, char** argv) {
   try {
-    return run(argc, argv);
+    return with_output_written(run(argc, argv));
   } catch (const turnout::InvalidArgument& e) {
     std::fprintf(stderr, "turnout: %s\n", e.what());
     return 2;

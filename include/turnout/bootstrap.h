@@ -60,8 +60,9 @@ class TURNOUT_API Bootstrap {
   virtual std::unique_ptr<Bootstrap> sub_group(std::span<const int> members, std::string_view name) = 0;
 };
 
-/// Collective steps over a store that the caller supplies. `name` prefixes every key. A timeout of 0 is TURNOUT_BOOTSTRAP_TIMEOUT_MS (60 s).
-/// The store must outlive the result, hence shared ownership.
+/// Collective steps over a store that the caller supplies. `name` prefixes every key; groups may use one name of one store again, one after
+/// the other, and a job that is started anew may use a store that lives on (docs/design/bootstrap.md). A timeout of 0 is TURNOUT_BOOTSTRAP_TIMEOUT_MS
+/// (60 s). The store must outlive the result, hence shared ownership.
 TURNOUT_API std::unique_ptr<Bootstrap> store_bootstrap(std::shared_ptr<Store> store, int rank, int num_ranks, std::string name,
                                                        std::chrono::milliseconds timeout = {});
 

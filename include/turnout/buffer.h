@@ -179,7 +179,7 @@ class TURNOUT_API Buffer {
   /// GPU, collective, no call under way: gives the arena's memory back (leases lose their rows) / maps fresh memory at the same
   /// addresses. Throws: InvalidArgument on a CPU or out of turn, TransportError (memory; shared by cudaIpc).
   void suspend(), resume();
-  /// Later calls raise InvalidArgument; peers that wait for this rank raise PeerFailed. Local, idempotent; as is destruction.
+  /// Later calls, and those that other threads are in, raise InvalidArgument; peers that wait for this rank PeerFailed. Local, idempotent.
   void close();
 
   const BufferConfig& config() const;

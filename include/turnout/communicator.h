@@ -41,7 +41,7 @@ class TURNOUT_API Communicator {
   /// From the environment of torchrun, mpirun, srun or `turnout launch`; without any of them, one rank. Collective.
   static Communicator from_env(const CommunicatorOptions& options = {});
   /// From a store that the caller supplies (torch's, MPI's, thread_store()). Collective over `num_ranks` ranks;
-  /// `name` tells apart Communicators that share a store.
+  /// `name` tells apart Communicators that share a store and form at one time; it may be used again and again.
   static Communicator from_store(std::shared_ptr<Store> store, int rank, int num_ranks, const std::string& name = "world",
                                  const CommunicatorOptions& options = {});
   /// From a bootstrap of the caller's. Collective.

@@ -53,7 +53,7 @@ void Buffer::synchronize() { body(impl_, "synchronize").synchronize(); }
 void Buffer::recover() { body(impl_, "recover").recover(); }
 const uint64_t* Buffer::status_word() const {
   if (body(impl_, "status_word").device()) return impl_->device()->status_word();
-  return reinterpret_cast<const uint64_t*>(&impl_->context()->status);
+  return impl_->context()->status_word();
 }
 void Buffer::suspend() { body(impl_, "suspend").suspend(); }
 void Buffer::resume() { body(impl_, "resume").resume(); }

@@ -113,6 +113,10 @@ void BufferImpl::agree(const BufferConfig& config) {
 }
 
 void BufferImpl::require_open(const char* call) const {
+  if (!context_->process.is_this()) [[unlikely]] {
+    throw InvalidArgument(std::string(call) + ": this process is a child, made by fork(), of the one that made this Buffer; only that one is rank " +
+                          std::to_string(context_->rank) + ": start ranks as programs of their own, or make the Communicator after fork()");
+  }
   if (context_->closed.load(std::memory_order_acquire)) throw InvalidArgument(std::string(call) + ": this Buffer is closed");
 }
 
@@ -277,6 +281,7 @@ void BufferImpl::synchronize() {
     std::lock_guard lock(l->mutex);
     l->finish_all();
   }
+  require_open("synchronize");
   context_->check_abort();
   if (device_) device_->synchronize();
 }
@@ -285,6 +290,11 @@ void BufferImpl::recover() {
   require_open("recover");
   std::vector<std::unique_lock<std::mutex>> locks;
   for (auto& l : lanes_) locks.emplace_back(l->mutex);
+  struct Recovering {
+    std::atomic<bool>& flag;
+    explicit Recovering(std::atomic<bool>& f) : flag(f) { flag.store(true, std::memory_order_release); }
+    ~Recovering() { flag.store(false, std::memory_order_release); }
+  } recovering(recovering_);
   std::lock_guard steps(communicator_->mutex);
   // Everybody has left their calls once all have arrived here; then nobody writes into anybody's arena any more.
   std::vector<uint64_t> mine;
@@ -307,15 +317,20 @@ void BufferImpl::recover() {
 }
 
 void BufferImpl::close() {
-  if (context_->closed.exchange(true)) return;
+  if (!context_->process.is_this() || context_->closed.exchange(true)) return;
   for (auto& l : lanes_) {
-    std::lock_guard lock(l->mutex);
-    l->abandon();
+    // A call that another thread is in sees that the Buffer is closed and ends; recover() waits for peers and leaves no call behind.
+    std::unique_lock lock(l->mutex, std::defer_lock);
+    while (!lock.try_lock() && !recovering_.load(std::memory_order_acquire)) std::this_thread::sleep_for(std::chrono::microseconds(20));
+    if (lock.owns_lock()) l->abandon();
   }
   context_->announce_close();
 }
 
-BufferImpl::~BufferImpl() { close(); }
+BufferImpl::~BufferImpl() {
+  close();
+  if (!context_->process.is_this()) util::leave_to_parent(context_);
+}
 
 }  // namespace internal
 }  // namespace v0

@@ -115,6 +115,7 @@ class BufferImpl : public std::enable_shared_from_this<BufferImpl> {
   std::shared_ptr<CommunicatorImpl> communicator_;
   std::shared_ptr<engine::Context> context_;
   std::vector<std::unique_ptr<engine::Lane>> lanes_;
+  std::atomic<bool> recovering_{false};  ///< some thread holds all lanes and waits for peers
   struct Known {
     api::KnownDispatch dispatch;
     api::KnownCombine combine;

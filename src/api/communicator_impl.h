@@ -6,6 +6,7 @@
 #include "core/topology.h"
 #include "transport/transport.h"
 #include "turnout/communicator.h"
+#include "util/process.h"
 
 namespace turnout {
 inline namespace v0 {
@@ -13,6 +14,13 @@ namespace internal {
 
 class CommunicatorImpl {
  public:
+  ~CommunicatorImpl() {
+    if (process.is_this()) return;
+    util::leave_to_parent(bootstrap);
+    util::leave_to_parent(transport);
+  }
+
+  const util::Process process;
   std::unique_ptr<Bootstrap> bootstrap;
   std::shared_ptr<transport::Transport> transport;
   core::Topology topology;

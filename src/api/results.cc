@@ -144,6 +144,7 @@ CombineResult BufferImpl::finish_combine_on_host(PendingImpl& pending) {
 
 void PendingImpl::stop_resident() {
   if (!resident.joinable()) return;
+  if (!buffer->context()->process.is_this()) return util::leave_to_parent(resident);  // it runs in the parent
   stop.store(true, std::memory_order_release);
   resident.join();
 }
@@ -156,7 +157,7 @@ PendingImpl::~PendingImpl() {
 void BufferImpl::drop(PendingImpl& pending) noexcept {
   pending.waited = true;
   try {
-    if (context_->closed.load(std::memory_order_acquire)) return;
+    if (!context_->process.is_this() || context_->closed.load(std::memory_order_acquire)) return;
     if (pending.dispatch || pending.dispatch_args) finish_dispatch(pending);
     if (pending.combine || pending.combine_args) finish_combine(pending);
   } catch (...) {

@@ -143,7 +143,7 @@ HostSecret::HostSecret(std::string path) : path_(std::move(path)), secret_(hex(r
 }
 
 void HostSecret::remove() noexcept {
-  if (there_) unlink(path_.c_str());
+  if (there_ && process_.is_this()) unlink(path_.c_str());
   there_ = false;
 }
 

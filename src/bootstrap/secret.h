@@ -4,6 +4,7 @@
 #include <string>
 
 #include "turnout/bootstrap.h"
+#include "util/process.h"
 
 namespace turnout::bootstrap {
 
@@ -32,6 +33,7 @@ class HostSecret {
   void remove() noexcept;
 
  private:
+  const util::Process process_;
   std::string path_, secret_;
   bool there_ = false;
 };

@@ -38,6 +38,10 @@ Server::Server(std::vector<Fd> listeners, ServerOptions options)
 }
 
 Server::~Server() {
+  if (!process_.is_this()) {  // it serves in the parent
+    util::leave_to_parent(thread_);
+    return;
+  }
   stop_ = true;
   const uint64_t one = 1;
   [[maybe_unused]] const ssize_t n = write(wake_.get(), &one, sizeof one);
@@ -51,6 +55,11 @@ std::string Server::refusals() const {
     for (const std::string& why : reasons) text.append("\n  refused ").append(address).append(": ").append(why);
   }
   return text;
+}
+
+std::string Server::contradiction() const {
+  std::lock_guard lock(notes_mutex_);
+  return contradiction_;
 }
 
 void Server::note(const Connection& c, const std::string& why) {
@@ -201,8 +210,13 @@ void Server::admit(Connection& c, const Message& proof) {
   // From here on the words of the other side are those of a rank of this job.
   const std::string rank = "rank " + std::to_string(c.rank);
   if (c.num_ranks != static_cast<uint32_t>(options_.num_ranks)) {
-    return refuse(c, Refusal::num_ranks,
-                  rank + " counts " + std::to_string(c.num_ranks) + " ranks, rank 0 counts " + std::to_string(options_.num_ranks));
+    const std::string words = "ranks disagree about their number: " + rank + " counts " + std::to_string(c.num_ranks) + " ranks, rank 0 counts " +
+                              std::to_string(options_.num_ranks);
+    {
+      std::lock_guard lock(notes_mutex_);
+      contradiction_ = words;
+    }
+    return refuse(c, Refusal::num_ranks, words);
   }
   if (c.rank >= c.num_ranks) return refuse(c, Refusal::rank_range, rank + " of " + std::to_string(c.num_ranks) + " ranks");
   if (!joined_.insert(c.rank).second) return refuse(c, Refusal::rank_taken, rank + " has joined already: two processes were given the same rank");

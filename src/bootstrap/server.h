@@ -14,6 +14,7 @@
 
 #include "bootstrap/session.h"
 #include "bootstrap/socket.h"
+#include "util/process.h"
 
 namespace turnout::bootstrap {
 
@@ -36,6 +37,8 @@ class Server {
 
   /// Who was refused and why, a line each; for the message of a rendezvous that did not come about.
   std::string refusals() const;
+  /// What a rank that knows the secret says of the job and rank 0 does not; empty if there is nothing.
+  std::string contradiction() const;
 
  private:
   struct Connection {
@@ -82,8 +85,10 @@ class Server {
   std::set<uint32_t> joined_;
   Clock::time_point accept_again_{};
   mutable std::mutex notes_mutex_;
+  std::string contradiction_;
   std::map<std::string, std::set<std::string>> notes_;  ///< reasons by address, without port
   std::atomic<bool> stop_ = false;
+  const util::Process process_;
   std::thread thread_;
 };
 

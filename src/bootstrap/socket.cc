@@ -56,7 +56,7 @@ void for_each_interface(Visit visit) {
 
 void Fd::reset(int fd) {
   if (fd_ >= 0) close(fd_);
-  fd_ = fd;
+  fd_ = util::above_standard_streams(fd);
 }
 
 int Address::port() const { return ntohs(family() == AF_INET6 ? v6(*this)->sin6_port : v4(*this)->sin_port); }
@@ -207,9 +207,15 @@ void send_at_once(int fd) {
 Fd reserve_port(int& port) {
   // Linux lets two sockets with SO_REUSEADDR bind one port as long as neither listens yet; asked for any port it offers neither.
   Fd fd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  Address address = loopback(AF_INET, 0);
+  Address address = loopback(AF_INET, port);
   if (fd) set_flag(fd.get(), SOL_SOCKET, SO_REUSEADDR);
-  if (!fd || bind(fd.get(), address.get(), address.length) != 0) throw TransportError("no free port on 127.0.0.1: " + text_of(errno));
+  if (!fd || bind(fd.get(), address.get(), address.length) != 0) {
+    if (fd && port != 0 && errno == EADDRINUSE) {
+      throw TransportError("port " + std::to_string(port) + " of the rendezvous is held by " + holder_of(port) + ": set TURNOUT_PORT to a free one");
+    }
+    throw TransportError((port ? "port " + std::to_string(port) + " of the rendezvous cannot be had" : "no free port on 127.0.0.1") + ": " +
+                         text_of(errno));
+  }
   port = bound_address(fd.get()).port();
   return fd;
 }

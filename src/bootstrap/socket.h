@@ -9,6 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "util/standard_streams.h"
+
 namespace turnout::bootstrap {
 
 using Clock = std::chrono::steady_clock;
@@ -17,7 +19,8 @@ using Clock = std::chrono::steady_clock;
 class Fd {
  public:
   Fd() = default;
-  explicit Fd(int fd) : fd_(fd) {}
+  /// Owns `fd`, under a number above those of the standard streams.
+  explicit Fd(int fd) : fd_(util::above_standard_streams(fd)) {}
   Fd(Fd&& other) noexcept : fd_(other.release()) {}
   Fd& operator=(Fd&& other) noexcept {
     reset(other.release());
@@ -67,7 +70,7 @@ std::vector<Address> interface_addresses(const std::string& name, int port);
 /// A non-blocking listening socket; IPv6 any also takes IPv4. Invalid with errno if the address cannot be had.
 /// Throws: TransportError if the port is taken, naming who holds it as far as this user may know.
 Fd listen_on(const Address& address);
-/// A loopback port that nobody else is given while the descriptor is open, and that listen_on() may still take: for launchers.
+/// `port`, or for 0 any loopback port, that nobody else is given while the descriptor is open, and that listen_on() may still take: for launchers.
 Fd reserve_port(int& port);
 /// A connected non-blocking socket; invalid with `error` filled if that failed or took longer than `deadline`.
 Fd connect_to(const Address& address, Clock::time_point deadline, std::string& error);

@@ -4,11 +4,15 @@
 #include <algorithm>
 #include <condition_variable>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <mutex>
 
+#include "bootstrap/attempts.h"
+#include "bootstrap/step_value.h"
 #include "bootstrap/timeout.h"
 #include "turnout/bootstrap.h"
+#include "util/process.h"
 
 namespace turnout {
 inline namespace v0 {
@@ -19,6 +23,10 @@ Bootstrap::~Bootstrap() = default;
 
 namespace {
 
+using bootstrap::Kind;
+using bootstrap::pack;
+using bootstrap::unpack;
+using bootstrap::Value;
 using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
@@ -48,42 +56,6 @@ class ThreadStore final : public Store {
   std::map<std::string, std::vector<std::byte>> values_;
 };
 
-enum class Kind : uint8_t { arrived, given_up };
-
-/// What lies under a key: how many ranks its writer counts, the step's name, and a rank's bytes (arrived) or the missing ranks (given_up).
-struct Value {
-  Kind kind;
-  int num_ranks;
-  std::string step;
-  std::vector<std::byte> bytes;
-};
-
-/// What every value begins with.
-struct Head {
-  int32_t kind, num_ranks;
-  uint32_t step_bytes;
-};
-
-std::vector<std::byte> pack(Kind kind, int num_ranks, std::string_view step, std::span<const std::byte> bytes) {
-  const Head head{static_cast<int32_t>(kind), num_ranks, static_cast<uint32_t>(step.size())};
-  std::vector<std::byte> out(sizeof head + step.size() + bytes.size());
-  std::memcpy(out.data(), &head, sizeof head);
-  if (!step.empty()) std::memcpy(out.data() + sizeof head, step.data(), step.size());
-  if (!bytes.empty()) std::memcpy(out.data() + sizeof head + step.size(), bytes.data(), bytes.size());
-  return out;
-}
-
-Value unpack(const std::vector<std::byte>& value) {
-  Head head{};
-  if (value.size() >= sizeof head) std::memcpy(&head, value.data(), sizeof head);
-  if (value.size() < sizeof head + head.step_bytes) {
-    throw TransportError("bootstrap: a value in the store is cut short; is its key used by somebody else?");
-  }
-  Value out{static_cast<Kind>(head.kind), head.num_ranks, {}, {value.begin() + static_cast<int64_t>(sizeof head + head.step_bytes), value.end()}};
-  out.step.assign(reinterpret_cast<const char*>(value.data()) + sizeof head, head.step_bytes);
-  return out;
-}
-
 std::vector<int> unpack_ranks(const std::vector<std::byte>& bytes) {
   std::vector<int> ranks(bytes.size() / sizeof(int));
   std::memcpy(ranks.data(), bytes.data(), ranks.size() * sizeof(int));
@@ -98,11 +70,13 @@ std::string list(const std::vector<int>& ranks) {
 
 class StoreBootstrap final : public Bootstrap {
  public:
-  StoreBootstrap(std::shared_ptr<Store> store, int rank, int num_ranks, std::string name, milliseconds timeout)
+  /// `prefix` of the keys of a group whose name nobody has used; where it is empty, the ranks agree on one at the first step.
+  StoreBootstrap(std::shared_ptr<Store> store, int rank, int num_ranks, std::string name, milliseconds timeout, std::string prefix = "")
       : store_(std::move(store)),
         rank_(rank),
         num_ranks_(num_ranks),
         name_(std::move(name)),
+        prefix_(std::move(prefix)),
         timeout_(bootstrap::checked_timeout("store_bootstrap", timeout)) {
     if (num_ranks < 1 || rank < 0 || rank >= num_ranks) {
       throw InvalidArgument("store_bootstrap: rank is " + std::to_string(rank) + " of " + std::to_string(num_ranks) + " ranks");
@@ -114,9 +88,16 @@ class StoreBootstrap final : public Bootstrap {
   int num_ranks() const override { return num_ranks_; }
 
   std::vector<std::vector<std::byte>> all_gather(std::string_view step, std::span<const std::byte> mine) override {
+    if (!process_.is_this()) {
+      throw InvalidArgument("bootstrap: " + std::string(step) + " (group '" + name_ +
+                            "'): this process is a child, made by fork(), of the one that is rank " + std::to_string(rank_) +
+                            ": start ranks as programs of their own, or make the Communicator after fork()");
+    }
     const uint64_t number = ++step_;
     const auto start = Clock::now();
-    ask(number, step, [&] { store_->set(key(number, rank_), pack(Kind::arrived, num_ranks_, step, mine)); });
+    const auto arrive = [&] { store_->set(key(number, rank_), pack(Kind::arrived, num_ranks_, step, mine)); };
+    if (prefix_.empty()) meet(number, step, start, arrive);
+    else ask(number, step, arrive);
     std::vector<std::vector<std::byte>> all(static_cast<size_t>(num_ranks_));
     all[static_cast<size_t>(rank_)].assign(mine.begin(), mine.end());
     std::vector<int> missing;
@@ -158,11 +139,36 @@ class StoreBootstrap final : public Bootstrap {
     // The same members may form a group of the same name again: each has its own keys.
     const int use = ++groups_[group];
     group.append("#").append(std::to_string(use));
-    return std::make_unique<StoreBootstrap>(store_, my_index, static_cast<int>(members.size()), group, timeout_);
+    const std::string prefix = prefix_.empty() ? "" : prefix_ + group.substr(name_.size());
+    return std::make_unique<StoreBootstrap>(store_, my_index, static_cast<int>(members.size()), group, timeout_, prefix);
   }
 
  private:
-  std::string key(uint64_t number, int peer) const { return "turnout/" + name_ + "/" + std::to_string(number) + "/" + std::to_string(peer); }
+  std::string key(uint64_t number, int peer) const { return prefix_ + "/" + std::to_string(number) + "/" + std::to_string(peer); }
+
+  /// The first step: which of the groups that have used this name is this one (attempts.h)? And arrives at it.
+  void meet(uint64_t number, std::string_view step, Clock::time_point start, const std::function<void()>& arrive) {
+    const std::string name = "turnout/" + name_;
+    const auto begin = [&](uint64_t attempt) {
+      prefix_ = name + "@" + std::to_string(attempt);
+      arrive();
+    };
+    try {
+      // The others look for rank 0 in the step while it waits for the last of them.
+      const auto agree = [&] { return bootstrap::Attempts(*store_, name, rank_, num_ranks_).agree(start + timeout_, begin); };
+      const auto outcome = ask(number, step, agree);
+      if (outcome.other_count != 0 && rank_ != 0) miscount(number, step, 0, outcome.other_count);
+      if (!outcome.missing.empty()) {
+        if (rank_ == 0) tell_others(number, step, outcome.missing);
+        throw expired(number, step, outcome.missing, start, outcome.ours);
+      }
+      if (rank_ != 0) ask(number, step, [&] { begin(outcome.attempt); });
+    } catch (...) {
+      prefix_.clear();  // what comes next is a new attempt
+      step_ = 0;
+      throw;
+    }
+  }
 
   /// What a store that fails has to say, with the step that it failed.
   template <class Request>
@@ -237,6 +243,8 @@ class StoreBootstrap final : public Bootstrap {
   std::shared_ptr<Store> store_;
   const int rank_, num_ranks_;
   const std::string name_;
+  std::string prefix_;
+  const util::Process process_;
   const milliseconds timeout_;
   uint64_t step_ = 0;
   std::map<std::string, int> groups_;

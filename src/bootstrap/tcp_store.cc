@@ -3,6 +3,7 @@
 #include "bootstrap/tcp_store.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <thread>
@@ -32,9 +33,16 @@ class TcpStore final : public Store {
   std::unique_ptr<HostSecret> host_secret;
   std::unique_ptr<Server> server;
   std::unique_ptr<RemoteStore> remote;
+  std::atomic<bool> forming{true};
 
   void set(const std::string& key, std::span<const std::byte> value) override { remote->set(key, value); }
-  std::optional<std::vector<std::byte>> get(const std::string& key, milliseconds timeout) override { return remote->get(key, timeout); }
+  std::optional<std::vector<std::byte>> get(const std::string& key, milliseconds timeout) override {
+    auto value = remote->get(key, timeout);
+    if (server && forming) {  // rank 0 looks often while it waits for the others to come
+      if (const std::string why = server->contradiction(); !why.empty()) throw InvalidArgument("rendezvous: " + why);
+    }
+    return value;
+  }
   void erase(const std::string& key) override { remote->erase(key); }
 };
 
@@ -198,6 +206,7 @@ class Joining {
     const auto left = std::chrono::ceil<milliseconds>(deadline_ - Clock::now());
     try {
       store_bootstrap(store, info_.rank, info_.num_ranks, "rendezvous", std::max(left, milliseconds(1)))->barrier("join the rendezvous");
+      store->forming = false;
     } catch (const PeerTimeout& e) {
       std::string more = store->server ? store->server->refusals() : "";
       if (one_host_) more.append("\n  no secret was given, so only ranks of this host could join; otherwise: ").append(kHowToShare);

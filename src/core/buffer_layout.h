@@ -34,7 +34,7 @@ struct BufferLayout {
   static constexpr size_t kPage = 4096;
   static constexpr size_t kNoteBytes = 1024;  ///< why a rank aborted, in words
 
-  size_t notes, headers, rings, receive, num_bytes;
+  size_t notes, headers, status, rings, receive, num_bytes;
   size_t header_bytes, ring_bytes, receive_bytes;
   int num_ranks, num_lanes, depth;
 
@@ -50,6 +50,7 @@ struct BufferLayout {
     RegionCursor at;
     b.notes = at.take(static_cast<size_t>(s.num_ranks) * kNoteBytes);
     b.headers = at.take(copies * b.header_bytes);
+    b.status = at.take(sizeof(uint64_t));  // not zero: some rank has aborted
     b.rings = at.take(copies * b.ring_bytes, kPage);
     b.receive = at.take(b.receive_bytes, kPage);
     b.num_bytes = static_cast<size_t>(align_up(static_cast<int64_t>(at.num_bytes), kPage));

@@ -21,6 +21,7 @@
 #include "bootstrap/hmac.h"
 #include "bootstrap/socket.h"
 #include "turnout/error.h"
+#include "util/env.h"
 
 extern "C" char** environ;  // NOLINT: POSIX gives the environment no other name
 
@@ -67,6 +68,28 @@ struct Output {
   void print(int rank) {
     std::fprintf(to, "[%d] %s\n", rank, line.c_str());
     line.clear();
+  }
+};
+
+/// What the caller's environment says of the rendezvous. A rank's environment, in a launcher that a rank starts, speaks of its own job.
+struct Wishes {
+  std::string root = "127.0.0.1", job;
+  int port = 0;  ///< 0: any
+
+  static Wishes of(const util::Env& env) {
+    Wishes wishes;
+    if (env.rank) return wishes;
+    wishes.job = env.job;
+    wishes.port = env.port.value_or(0);
+    if (env.root.empty()) return wishes;
+    std::string error;
+    const auto addresses = bootstrap::resolve(env.root, 1, error);
+    if (!bootstrap::is_local(addresses)) {
+      throw InvalidArgument("launch: TURNOUT_ROOT is '" + env.root + "', which is not this machine" + (error.empty() ? "" : " (" + error + ")") +
+                            ", but turnout launch starts all ranks here: leave it out, or use a launcher of several machines");
+    }
+    wishes.root = env.root;
+    return wishes;
   }
 };
 
@@ -141,7 +164,7 @@ struct Start {
 class Job {
  public:
   explicit Job(const LaunchOptions& options)
-      : options_(options), secret_(bootstrap::hex(bootstrap::random_digest())), reserved_(bootstrap::reserve_port(port_)) {
+      : options_(options), secret_(bootstrap::hex(bootstrap::random_digest())), port_(wishes_.port), reserved_(bootstrap::reserve_port(port_)) {
     std::tie(guard_read_, guard_write_) = make_pipe();
   }
   Job(const Job&) = delete;
@@ -164,8 +187,9 @@ class Job {
   }
 
   const LaunchOptions& options_;
+  const Wishes wishes_ = Wishes::of(util::env());
   const std::string secret_;
-  int port_ = 0;
+  int port_;
   Fd reserved_;  ///< the port stays ours until rank 0 listens there
   Signals signals_;
   Fd guard_read_, guard_write_;
@@ -216,9 +240,9 @@ std::vector<std::string> Job::environment_of(int rank) const {
   std::vector<std::string> all = {"TURNOUT_RANK=" + std::to_string(rank),
                                   "TURNOUT_NUM_RANKS=" + std::to_string(options_.num_ranks),
                                   "TURNOUT_LOCAL_RANK=" + std::to_string(rank),
-                                  "TURNOUT_ROOT=127.0.0.1",
+                                  "TURNOUT_ROOT=" + wishes_.root,
                                   "TURNOUT_PORT=" + std::to_string(port_),
-                                  "TURNOUT_JOB=launch-" + std::to_string(getpid()),
+                                  "TURNOUT_JOB=" + (wishes_.job.empty() ? "launch-" + std::to_string(getpid()) : wishes_.job),
                                   "TURNOUT_SECRET=" + secret_};
   const size_t num_ours = all.size();
   for (char** entry = environ; entry && *entry; ++entry) {

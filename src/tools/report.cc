@@ -151,7 +151,7 @@ std::string to_json(const Report& r) {
 void write_report(const Report& report, const std::string& path) {
   const std::string text = to_json(report);
   if (path == "-") {
-    std::cout << text << std::flush;
+    if (!(std::cout << text << std::flush)) throw TransportError("cannot write the report to standard output");
     return;
   }
   std::ofstream file(path, std::ios::binary);

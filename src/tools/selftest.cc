@@ -173,7 +173,7 @@ int selftest_rank(Communicator& communicator, const SelftestOptions& options) {
       }
       if (speaks && good && options.verbose) std::printf("ok     %s\n", cases[i].to_string().c_str());
       ++(good ? report.tests.passed : report.tests.failed);
-      if (!good) report.tests.names.push_back(cases[i].to_string());
+      report.tests.names.push_back(cases[i].to_string() + (good ? ": passed" : ": failed"));
       progress.at(static_cast<int64_t>(i) + 1);
     }
   }

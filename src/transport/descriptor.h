@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "turnout/bootstrap.h"
+#include "util/standard_streams.h"
 
 namespace turnout::transport {
 
@@ -17,7 +18,8 @@ namespace turnout::transport {
 class Descriptor {
  public:
   Descriptor() = default;
-  explicit Descriptor(int fd) : fd_(fd) {}
+  /// Owns `fd`, under a number above those of the standard streams.
+  explicit Descriptor(int fd) : fd_(util::above_standard_streams(fd)) {}
   Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
   Descriptor& operator=(Descriptor&& other) noexcept {
     std::swap(fd_, other.fd_);

@@ -161,10 +161,15 @@ std::vector<std::string> unknown_variables(const std::vector<std::string>& names
   for (const std::string& name : names) {
     if (!name.starts_with("TURNOUT_") || name.starts_with("TURNOUT_TEST_")) continue;  // tests have variables of their own
     if (std::any_of(std::begin(kTable), std::end(kTable), [&](const EnvVariable& v) { return v.name == name; })) continue;
+    if (name == "TURNOUT_CUDA") continue;  // an option of the build, which ./dev takes from the environment
     const auto* nearest = std::min_element(std::begin(kTable), std::end(kTable), [&](const EnvVariable& a, const EnvVariable& b) {
       return edit_distance(a.name, name) < edit_distance(b.name, name);
     });
-    lines.push_back(fmt::format("{} is not a variable of Turnout; did you mean {}?", name, nearest->name));
+    // A slip of a finger or two; what is further away was meant for something else.
+    constexpr size_t kPrefix = std::string_view("TURNOUT_").size();
+    const bool is_near = edit_distance(nearest->name, name) <= std::min<size_t>(3, (name.size() - kPrefix) / 3);
+    lines.push_back(is_near ? fmt::format("{} is not a variable of Turnout; did you mean {}?", name, nearest->name)
+                            : fmt::format("{} is not a variable of Turnout; docs/env.md lists those that are", name));
   }
   return lines;
 }

@@ -1,5 +1,6 @@
 // The command as its users meet it: what is wrong is said in one line that names the option, the status is 2, and no rank was started.
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <filesystem>
 #include <fstream>
@@ -66,6 +67,48 @@ TEST(Command, LaunchRefuses) {
   EXPECT_EQ(ask("launch -n 2 -- /").status, 126);
 }
 
+TEST(Command, LaunchKeepsWhatTheCallerSaysOfTheRendezvous) {
+  const std::string show = "launch -n 1 -- sh -c 'echo $TURNOUT_ROOT $TURNOUT_PORT $TURNOUT_JOB'";
+  const std::string port = std::to_string(12000 + getpid() % 8000);
+  EXPECT_EQ(ask(show, "TURNOUT_ROOT=localhost TURNOUT_PORT=" + port + " TURNOUT_JOB=mine").text, "localhost " + port + " mine\n");
+  EXPECT_EQ(ask("launch -n 2 -- " TURNOUT_COMMAND " demo", "TURNOUT_PORT=" + port).status, 0);
+  EXPECT_EQ(ask("demo --ranks 2", "TURNOUT_PORT=" + port + " TURNOUT_JOB=mine").status, 0);
+  // Those of a rank are its own job's.
+  EXPECT_EQ(ask(show, "TURNOUT_RANK=0 TURNOUT_NUM_RANKS=1 TURNOUT_PORT=" + port).text.find(port), std::string::npos);
+  const Answer elsewhere = ask(show, "TURNOUT_ROOT=192.0.2.1");
+  EXPECT_EQ(elsewhere.status, 2);
+  EXPECT_NE(elsewhere.text.find("TURNOUT_ROOT is '192.0.2.1', which is not this machine"), std::string::npos) << elsewhere.text;
+  EXPECT_EQ(ask(show, "TURNOUT_PORT=99999").status, 2);
+}
+
+TEST(Command, OutputThatCannotBeWritten) {
+  for (const char* words : {"version", "--version", "--help", "demo --ranks 1", "demo --ranks 2", "bench --ranks 1 --tokens 4 --hidden 64 --iters 1",
+                            "bench --ranks 1 --tokens 4 --hidden 64 --iters 1 --json -", "selftest --ranks 1", "launch -n 1 --tag -- echo word"}) {
+    const Answer a = answer_of("{ timeout 60 " TURNOUT_COMMAND " " + std::string(words) + " >/dev/full </dev/null; } 2>&1");
+    EXPECT_EQ(a.status, 3) << words << "\n" << a.text;
+    EXPECT_NE(a.text.find("output"), std::string::npos) << words << "\n" << a.text;
+  }
+}
+
+TEST(Command, UnderALauncherItsWordCounts) {
+  for (const char* command : {"bench", "demo", "selftest"}) {
+    const std::string launched = "launch -n 2 -- " TURNOUT_COMMAND " " + std::string(command);
+    const Answer ranks = ask(launched + " --ranks 3");
+    EXPECT_EQ(ranks.status, 2) << ranks.text;
+    EXPECT_NE(ranks.text.find("--ranks 3: this is one of the 2 ranks that turnout launch has started"), std::string::npos) << ranks.text;
+    const Answer threads = ask(launched + " --placement threads");
+    EXPECT_EQ(threads.status, 2) << threads.text;
+    EXPECT_NE(threads.text.find("--placement threads: this is one of"), std::string::npos) << threads.text;
+  }
+  EXPECT_EQ(ask("launch -n 2 -- " TURNOUT_COMMAND " demo --ranks 2 --placement processes").status, 0);
+}
+
+TEST(Command, TheReportOfASelftestNamesItsCases) {
+  const Answer a = ask("selftest --ranks 1 --json -");
+  EXPECT_EQ(a.status, 0);
+  EXPECT_NE(a.text.find(": passed\""), std::string::npos) << a.text.substr(0, 2000);
+}
+
 TEST(Command, BenchRefusesNumbers) {
   for (const char* n : {"0", "-3", "257", "x", "99999999999999999999"}) expect_refused("bench --ranks " + std::string(n), "1 to 256");
   for (const char* n : {"-1", "1.5", "4294967296", "99999999999999999999"}) expect_refused("bench --tokens " + std::string(n), "--tokens");
@@ -127,6 +170,7 @@ TEST(Command, BenchRefusesRoutings) {
 TEST(Command, DemoAndSelftestRefuse) {
   for (const char* option : {"placement", "dtype", "mode", "wire", "device"})
     expect_refused("demo --" + std::string(option) + " nonsense", "nonsense is unknown");
+  expect_refused("demo --text ''", "--text needs the name of a file");
   expect_refused("demo --text /does/not/exist", "cannot read the text file");
   expect_refused("demo --text /", "not a regular file");
   expect_refused("demo --ranks 0", "1 to 256");

@@ -108,6 +108,12 @@ TEST(Env, UnknownVariablesGetTheNearestName) {
   const auto lines = unknown_variables({"TURNOUT_TRANSPRT"});
   ASSERT_EQ(lines.size(), 1u);
   EXPECT_NE(lines[0].find("TURNOUT_TRANSPORT?"), std::string::npos) << lines[0];
+  for (const char* far : {"TURNOUT_FOO", "TURNOUT_", "TURNOUT_LO", "TURNOUT_VERBOSITY", "TURNOUT_X"}) {
+    const auto told = unknown_variables({far});
+    ASSERT_EQ(told.size(), 1u) << far;
+    EXPECT_EQ(told[0].find("did you mean"), std::string::npos) << told[0];
+  }
+  EXPECT_TRUE(unknown_variables({"TURNOUT_CUDA"}).empty()) << "an option of the build";
 }
 
 TEST(Env, RowsAreNamedOnceAndSayASentence) {

@@ -112,9 +112,7 @@ class Call {
     return expert_rows_[static_cast<size_t>(source) * static_cast<size_t>(max_local_) + static_cast<size_t>(e)];
   }
 
-  uint64_t read(int source, core::BufferLayout::Signal which) const {
-    return context_->read(context_->layout.signal(lane_, copy_, source, which));
-  }
+  uint64_t read(int source, core::BufferLayout::Signal which) const { return context_->read(context_->layout.signal(lane_, copy_, source, which)); }
   void raise(int peer, core::BufferLayout::Signal which, uint64_t value) {
     context_->window->signal(peer, context_->layout.signal(lane_, copy_, context_->rank, which), value);
   }

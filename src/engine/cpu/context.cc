@@ -106,11 +106,17 @@ void Context::count_fresh_result(size_t num_bytes) {
             rank);
 }
 
+/// In the arena of some rank: its user sees the abort without a call.
+void Context::set_status_word(std::byte* arena, uint64_t value) const {
+  std::atomic_ref<uint64_t>(*reinterpret_cast<uint64_t*>(arena + layout.status)).store(value, std::memory_order_release);
+}
+
 void Context::abort(const Abort& why) {
   std::lock_guard lock(abort_mutex_);
   if (status.load(std::memory_order_relaxed) != 0) return;
   abort_ = why;
   status.store(1, std::memory_order_release);
+  set_status_word(local, 1);
   const Note note = to_note(why);
   ++num_aborts_;
   for (int peer = 0; peer < num_ranks; ++peer) {
@@ -118,6 +124,7 @@ void Context::abort(const Abort& why) {
     try {
       window->put(peer, layout.note_at(rank), &note, sizeof note);
       window->signal(peer, layout.abort_signal(rank), num_aborts_);
+      if (peers[static_cast<size_t>(peer)]) set_status_word(this->peer(peer), 1);  // else the peer does when it looks
     } catch (const Error&) {
       // The peer cannot be told; the others still are.
     }
@@ -139,6 +146,7 @@ void Context::check_abort() {
       std::memcpy(&note, local + layout.note_at(peer), sizeof note);
       abort_ = from_note(note, peer);
       status.store(2, std::memory_order_release);
+      set_status_word(local, 1);
     }
     break;
   }
@@ -180,6 +188,7 @@ void Context::forget_abort() {
     abort_seen_[static_cast<size_t>(peer)].store(read(layout.abort_signal(peer)), std::memory_order_relaxed);
   }
   abort_ = {};
+  set_status_word(local, 0);
   status.store(0, std::memory_order_release);
 }
 

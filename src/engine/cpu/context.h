@@ -21,6 +21,7 @@
 #include "engine/cpu/thread_pool.h"
 #include "transport/transport.h"
 #include "turnout/buffer.h"
+#include "util/process.h"
 
 namespace turnout::engine {
 
@@ -58,9 +59,10 @@ struct Context : std::enable_shared_from_this<Context> {
   std::shared_ptr<const core::ExpertMap> experts;  ///< of new routings
   std::atomic<uint64_t> num_maps{1};               ///< advances, under the mutex, with every new one: a lane looks only then
 
-  /// 0 while all is well; else the abort that stopped the Buffer. Sticky until recover().
+  /// 0 while all is well; else the abort that stopped the Buffer, as far as this rank has looked. Sticky until recover().
   std::atomic<uint64_t> status{0};
   std::atomic<bool> closed{false};
+  const util::Process process;             ///< whose rank this is
   std::atomic<uint64_t> fresh_results{0};  ///< results that found no lease
 
   /// The calling thread waits in a call.
@@ -95,6 +97,8 @@ struct Context : std::enable_shared_from_this<Context> {
   void announce_close() noexcept;
   uint64_t read(int signal) const { return signals[signal].load(std::memory_order_acquire); }
   std::byte* peer(int rank_of_it) const { return peers[static_cast<size_t>(rank_of_it)]; }
+  /// The same for who makes no call: the rank that aborts stores it here.
+  uint64_t* status_word() const { return reinterpret_cast<uint64_t*>(local + layout.status); }
   bool has_closed(int peer) const { return read(layout.closed_signal(peer)) != 0; }
   /// After recover(): what was raised so far is history.
   void forget_abort();
@@ -110,6 +114,7 @@ struct Context : std::enable_shared_from_this<Context> {
 
  private:
   [[noreturn]] void throw_abort();
+  void set_status_word(std::byte* arena, uint64_t value) const;
   std::atomic<std::thread::id> caller_{};
   std::atomic<bool> several_callers_{false};
   std::mutex abort_mutex_;

@@ -13,7 +13,10 @@ using internal::Routing;
 
 DispatchCall::DispatchCall(const std::shared_ptr<Context>& context, int lane, uint64_t epoch, uint64_t first_epoch, const KnownFacts& known,
                            const DispatchArgs& args, std::shared_ptr<Routing> fresh_routing, std::shared_ptr<const Routing> cached)
-    : Call(context, lane, epoch, first_epoch, known, cached ? cached->id : 0), args_(args), fresh_(std::move(fresh_routing)), cached_(std::move(cached)) {
+    : Call(context, lane, epoch, first_epoch, known, cached ? cached->id : 0),
+      args_(args),
+      fresh_(std::move(fresh_routing)),
+      cached_(std::move(cached)) {
   const Routing& r = routing();
   low_latency_ = known.facts.mode == static_cast<int64_t>(Mode::low_latency);
   const auto hidden = static_cast<size_t>(args_.x.shape[1]);

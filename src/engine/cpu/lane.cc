@@ -160,6 +160,10 @@ void Lane::drive(Call& call, Until until) {
     const bool moved = progress_all();
     if (call.failure) fail(call);
     if (until == Until::sent ? call.sent() : call.done()) return;
+    if (context_->closed.load(std::memory_order_relaxed)) [[unlikely]] {
+      call.failure = std::make_exception_ptr(InvalidArgument(call.name() + ": this Buffer was closed while the call was in flight"));
+      fail(call);
+    }
     if (moved) {
       patience.reset();
       idler.reset();

@@ -28,7 +28,8 @@ class Lane {
   uint64_t first_epoch() const { return first_epoch_; }
   /// The experts of new routings.
   const std::shared_ptr<const core::ExpertMap>& experts() {
-    if (context_->num_maps.load(std::memory_order_acquire) != num_maps_) [[unlikely]] refresh_experts();
+    if (context_->num_maps.load(std::memory_order_acquire) != num_maps_) [[unlikely]]
+      refresh_experts();
     return experts_;
   }
   /// Calls issued and not yet finished.

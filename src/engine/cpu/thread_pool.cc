@@ -21,6 +21,10 @@ ThreadPool::ThreadPool(int num_threads) {
 }
 
 ThreadPool::~ThreadPool() {
+  if (!process_.is_this()) {  // they run in the parent
+    util::leave_to_parent(workers_);
+    return;
+  }
   {
     std::lock_guard lock(mutex_);
     stopping_ = true;

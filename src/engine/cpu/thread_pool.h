@@ -9,6 +9,8 @@
 #include <thread>
 #include <vector>
 
+#include "util/process.h"
+
 namespace turnout::engine {
 
 class ThreadPool {
@@ -33,6 +35,7 @@ class ThreadPool {
   void work();
   void run(const Loop& loop);
 
+  const util::Process process_;
   std::vector<std::thread> workers_;
   std::mutex mutex_;
   std::condition_variable wake_, finished_;

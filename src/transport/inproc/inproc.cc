@@ -2,9 +2,15 @@
 #include "transport/inproc/inproc.h"
 
 #include <sys/mman.h>
+#include <sys/random.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -44,33 +50,71 @@ struct RankState {
   std::atomic<bool> alive{true};
 };
 
-/// Hands a shared object to all ranks: they are threads of one process, so a pointer travels well.
+/// The objects that ranks of this process are handing to each other, by names that nothing else ever has: what lies in a store may be
+/// old, or another process's, and then its name says so.
+class Registry {
+ public:
+  static Registry& instance() {
+    static Registry& registry = *std::make_unique<Registry>().release();  // threads may use it while the process ends
+    return registry;
+  }
+  Registry() {
+    if (getrandom(&next_, sizeof next_, 0) != sizeof next_) next_ = static_cast<uint64_t>(getpid()) << 40;
+  }
+  uint64_t add(std::weak_ptr<void> object) {
+    std::lock_guard lock(mutex_);
+    objects_.emplace(next_, std::move(object));
+    return next_++;
+  }
+  void remove(uint64_t name) {
+    std::lock_guard lock(mutex_);
+    objects_.erase(name);
+  }
+  std::shared_ptr<void> find(uint64_t name) {
+    std::lock_guard lock(mutex_);
+    const auto found = objects_.find(name);
+    return found == objects_.end() ? nullptr : found->second.lock();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<uint64_t, std::weak_ptr<void>> objects_;
+  uint64_t next_ = 0;
+};
+
+/// Keeps a name in the registry.
+struct Entry {
+  uint64_t name = 0;
+  Entry() = default;
+  Entry(const Entry&) = delete;
+  Entry& operator=(const Entry&) = delete;
+  ~Entry() {
+    if (name != 0) Registry::instance().remove(name);
+  }
+};
+
+/// Hands a shared object to all ranks, which are threads of one process. No step of the same name hands another type.
 template <class T, class Make>
 std::vector<std::shared_ptr<T>> exchange(Bootstrap& bootstrap, const std::string& step, const std::string& facts, Make make) {
   std::shared_ptr<T> mine;
-  // What travels is the address of a weak pointer. Were it on the stack, a rank that arrives after this one gave up would
-  // read a dead address; so it is lost (16 bytes, not the object) if the bootstrap throws.
-  auto* address = new std::weak_ptr<T>;
+  Entry entry;
   const auto said = tell_all(bootstrap, step, facts, [&] {
     mine = make();
-    *address = mine;
-    return std::string(reinterpret_cast<const char*>(&address), sizeof address);
+    entry.name = Registry::instance().add(mine);
+    return std::string(reinterpret_cast<const char*>(&entry.name), sizeof entry.name);
   });
-  std::unique_ptr<std::weak_ptr<T>> holder(address);
   check_agreed(said, bootstrap.rank(), step);
 
   std::vector<std::shared_ptr<T>> peers;
-  holder.release();
   const auto taken = tell_all(bootstrap, step + ": taken", "", [&] {
     for (const Said& peer : said) {
-      const std::weak_ptr<T>* theirs = nullptr;
-      std::memcpy(&theirs, peer.made.data(), sizeof theirs);
-      peers.push_back(theirs->lock());
+      uint64_t name = 0;
+      std::memcpy(&name, peer.made.data(), std::min(peer.made.size(), sizeof name));
+      peers.push_back(std::static_pointer_cast<T>(Registry::instance().find(name)));
       if (!peers.back()) throw TransportError(step + ": rank " + std::to_string(peers.size() - 1) + " has given up");
     }
     return std::string();
   });
-  holder.reset(address);  // only now may it go: all have taken
   check_agreed(taken, bootstrap.rank(), step);
   return peers;
 }

@@ -21,6 +21,7 @@
 #include "transport/descriptor.h"
 #include "transport/doorbell.h"
 #include "transport/window_bytes.h"
+#include "util/process.h"
 
 namespace turnout::transport {
 
@@ -108,7 +109,7 @@ class ShmTransport final : public Transport {
     }
   }
   ~ShmTransport() override {
-    control(rank()).left.store(1, std::memory_order_release);
+    if (process_.is_this()) control(rank()).left.store(1, std::memory_order_release);
     stop_service();
   }
 
@@ -151,6 +152,10 @@ class ShmTransport final : public Transport {
   }
 
   void stop_service() {
+    if (!process_.is_this()) {  // the thread is the parent's, and so is the descriptor that stops it
+      util::leave_to_parent(service_);
+      return;
+    }
     const uint64_t one = 1;
     if (write(stop_.get(), &one, sizeof one) < 0) stopping_.store(true, std::memory_order_release);
     if (service_.joinable()) service_.join();
@@ -188,6 +193,7 @@ class ShmTransport final : public Transport {
     }
   }
 
+  const util::Process process_;
   std::unique_ptr<Bootstrap> bootstrap_;
   std::vector<PeerMemory> controls_;
   std::vector<Descriptor> pidfds_;
