@@ -1,6 +1,7 @@
 // A dispatch on a GPU: memory is found, arguments become those of the kernels, kernels are launched.
 #include <algorithm>
 #include <chrono>
+#include <thread>
 
 #include "engine/cuda/carver.h"
 #include "engine/cuda/engine.h"
@@ -16,6 +17,8 @@ using transport::device::check;
 using transport::device::CurrentDevice;
 
 namespace {
+
+constexpr std::chrono::milliseconds kAskEvery{1};  ///< while the host waits for a kernel
 
 int64_t up(int64_t n, int64_t to) { return core::align_up(n, to); }
 
@@ -183,10 +186,17 @@ void Engine::place_result(const turnout::DispatchArgs& args, DispatchArgs& a, st
 
 /// Until a kernel has told what the headers of all ranks say.
 const volatile int64_t* Engine::wait_for_words(cudaStream_t stream) {
+  using Clock = std::chrono::steady_clock;
   volatile int64_t* words = counts_->host();
+  Clock::time_point next = Clock::now() + kAskEvery;
   for (uint32_t i = 0; words[CountWords::kEpoch] == 0; ++i) {
     if (i % 1024) continue;
     raise_failure();
+    // The driver is asked rarely: it has locks, and the rank that all wait for needs them to come.
+    const Clock::time_point now = Clock::now();
+    if (now < next) continue;
+    next = now + kAskEvery;
+    std::this_thread::yield();
     const cudaError_t e = cudaStreamQuery(stream);
     if (e != cudaErrorNotReady) {
       check(e, "dispatch");
@@ -356,7 +366,7 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
   lane.rounds = 0;
   a.common.last_of_send = false;
   if (args.receive == Receive::resident) {
-    if (!lane.resident) lane.resident = new_stream(device_);
+    if (!lane.resident) lane.resident = transport::device::borrow_stream(device_);
     pending->receive_on(lane.resident.get());
   }
   pending->stay_open();

@@ -13,29 +13,28 @@
 #include "engine/cuda/args.h"
 #include "engine/cuda/memory.h"
 #include "engine/device_engine.h"
+#include "transport/device/resources.h"
 #include "transport/device_window.h"
 
 namespace turnout::engine::cuda {
 
-/// A stream that waits for no other.
-std::shared_ptr<CUstream_st> new_stream(int device);
-
 /// What results keep alive: they may outlive the Buffer.
 struct Shared {
-  Shared(std::unique_ptr<transport::DeviceWindow> window_, const Arena& arena_, int device_, Allocator* allocator)
+  /// `alone`: no other rank uses the GPU.
+  Shared(std::unique_ptr<transport::DeviceWindow> window_, const Arena& arena_, int device_, Allocator* allocator, bool alone)
       : window(std::move(window_)),
         arena(arena_),
         device(device_),
-        stream(new_stream(device_)),
+        stream(transport::device::side_stream(device_)),
+        pool(std::make_shared<transport::device::MemoryPool>(device_)),
         region(arena.receive, arena.receive_bytes),
-        results(device_, allocator, stream.get()),
-        own(device_, nullptr, stream.get()) {}
+        results(device_, allocator, stream, pool, alone),
+        own(device_, nullptr, stream, pool, alone) {}
   std::unique_ptr<transport::DeviceWindow> window;
   const Arena arena;
   const int device;
-  /// Of allocations and of words that the host writes: short work that waits for nobody. One for all that: streams beyond 32 share
-  /// queues of the GPU, and virtual ranks that share a queue wait for each other for ever.
-  const std::shared_ptr<CUstream_st> stream;
+  const cudaStream_t stream;  ///< of allocations and of words that the host writes: short work that waits for nobody
+  const std::shared_ptr<transport::device::MemoryPool> pool;
   Region region;
   Memory results;  ///< from the caller's Allocator, if there is one
   Memory own;      ///< handles
@@ -85,16 +84,16 @@ template <class T>
 class Mapped {
  public:
   explicit Mapped(size_t n);
-  ~Mapped();
-  Mapped(const Mapped&) = delete;
-  Mapped& operator=(const Mapped&) = delete;
-  T* host() const { return host_; }
+  T* host() const { return static_cast<T*>(memory_.get()); }
   T* device() const { return device_; }
 
  private:
-  T* host_ = nullptr;
+  std::shared_ptr<void> memory_;
   T* device_ = nullptr;
 };
+
+/// What is read of the GPU at a time.
+inline constexpr size_t kReadBytes = 4096;
 
 class PendingCall;
 
@@ -152,6 +151,7 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
   void dispatch_low_latency(const turnout::DispatchArgs& args, PendingCall& call, std::shared_ptr<const RoutingMemory> cached, bool counts_arrivals);
   void combine_low_latency(const turnout::CombineArgs& args, PendingCall& call);
   void place_sums(const turnout::CombineArgs& args, CombineArgs& a, std::shared_ptr<Hold>* result, cudaStream_t stream) const;
+  void read(void* to, const void* from, size_t num_bytes, std::string_view what);
   const volatile int64_t* wait_for_words(cudaStream_t stream);
   void wait_for_counts(DispatchArgs& a, RoutingMemory& r, cudaStream_t stream);
   void make_routing(const turnout::DispatchArgs& args, PendingCall& call, int plan_blocks);
@@ -169,6 +169,7 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
   void watch_peers();
   void note_stream(cudaStream_t stream);
   void finish_calls(std::string_view what);
+  void let_calls_end() noexcept;
   /// Throws: InvalidArgument between suspend() and resume().
   void require_memory() const;
   /// Before the next call of a lane: what takes its staging copy, or the one after, has been received.
@@ -184,6 +185,8 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
   std::shared_ptr<Shared> shared_;
   std::unique_ptr<Mapped<HostWords>> words_;
   std::unique_ptr<Mapped<int64_t>> counts_;
+  std::unique_ptr<Mapped<std::byte>> read_room_;
+  std::mutex read_mutex_;
   std::byte* device_words_ = nullptr;  ///< one allocation: Control, LaneControls, expert table, scratch
   size_t device_words_bytes_ = 0;
   Control* control_ = nullptr;

@@ -1,6 +1,7 @@
 // First kernel of calls whose routing is known, of refused calls, and of further rounds.
 #include "engine/cuda/device/tell_host.cuh"
 #include "engine/cuda/kernels.h"
+#include "engine/cuda/launch.h"
 
 namespace turnout::engine::cuda {
 namespace {
@@ -62,8 +63,7 @@ cudaError_t launch_hello(const HelloArgs& h, cudaStream_t stream) {
   return cudaGetLastError();
 }
 cudaError_t prepare_hello() {
-  cudaFuncAttributes unused;
-  return cudaFuncGetAttributes(&unused, hello_kernel);
+  return load_kernel(reinterpret_cast<const void*>(hello_kernel));
 }
 
 }  // namespace turnout::engine::cuda

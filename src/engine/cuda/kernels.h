@@ -16,6 +16,8 @@ cudaError_t prepare_ll_dispatch();
 cudaError_t prepare_ll_combine();
 cudaError_t prepare_move_bulk();
 cudaError_t prepare_combine_bulk();
+/// Takes the local memory that kernels need, in order of a stream.
+cudaError_t prepare_local_memory(cudaStream_t stream);
 
 /// Steps of a group in the plan kernel; 0: too many experts for this GPU's shared memory.
 int plan_groups(int num_ranks, int num_experts);

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "engine/cpu/block_pool.h"
+#include "transport/device/resources.h"
 #include "turnout/buffer.h"
 
 namespace turnout::engine::cuda {
@@ -95,7 +96,9 @@ class Region {
 /// Device memory that is not symmetric.
 class Memory {
  public:
-  Memory(int device, Allocator* allocator, cudaStream_t stream) : device_(device), allocator_(allocator), stream_(stream) {}
+  /// `alone`: no other rank of this process uses the GPU.
+  Memory(int device, Allocator* allocator, cudaStream_t stream, std::shared_ptr<transport::device::MemoryPool> pool, bool alone)
+      : device_(device), allocator_(allocator), stream_(stream), pool_(std::move(pool)), alone_(alone) {}
   ~Memory();
   struct Piece {
     std::byte* data = nullptr;
@@ -112,7 +115,12 @@ class Memory {
  private:
   int device_;
   Allocator* allocator_;
+  void note_user(cudaStream_t stream);
+  void finish();
   cudaStream_t stream_;  ///< of allocations; nothing that waits is ever on it
+  std::shared_ptr<transport::device::MemoryPool> pool_;
+  const bool alone_;
+  std::vector<cudaStream_t> users_;  ///< streams that memory was taken for
   mutable std::mutex mutex_;
   Fences fences_;
   OnlyStream only_;

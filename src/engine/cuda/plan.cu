@@ -326,9 +326,8 @@ cudaError_t launch_meta(const DispatchArgs& a, int num_ranks, int num_experts, i
   return launch_kernel(meta_kernel, grid, kThreads, plan_shared_bytes(num_ranks, num_experts), stream, false, a, plan_groups(num_ranks, num_experts));
 }
 cudaError_t prepare_plan() {
-  // Loading a kernel later, while a peer waits, could stop everything.
   for (const void* kernel : {reinterpret_cast<const void*>(plan_kernel), reinterpret_cast<const void*>(meta_kernel)}) {
-    if (const cudaError_t bad = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 200 * 1024)) return bad;
+    if (const cudaError_t bad = load_kernel(kernel, 200 * 1024)) return bad;
   }
   return prepare_hello();
 }

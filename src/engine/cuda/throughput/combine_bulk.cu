@@ -111,11 +111,7 @@ cudaError_t launch_combine_bulk(const CombineArgs& a, int blocks, cudaStream_t s
 cudaError_t prepare_combine_bulk() {
   for (const int each : {1, 2, 3}) {
     for (const Kernel kernel : {kernel_of<true>(each), kernel_of<false>(each)}) {
-      cudaFuncAttributes unused;
-      const auto* address = reinterpret_cast<const void*>(kernel);
-      const cudaError_t bad = has_bulk() ? cudaFuncSetAttribute(address, cudaFuncAttributeMaxDynamicSharedMemorySize, kRingBytes)
-                                         : cudaFuncGetAttributes(&unused, address);
-      if (bad) return bad;
+      if (const cudaError_t bad = load_kernel(reinterpret_cast<const void*>(kernel), has_bulk() ? kRingBytes : 0)) return bad;
     }
   }
   return cudaSuccess;

@@ -200,10 +200,7 @@ cudaError_t prepare_move_bulk() {
   for (const void* kernel :
        {reinterpret_cast<const void*>(bulk_move_kernel<true, true>), reinterpret_cast<const void*>(bulk_move_kernel<true, false>),
         reinterpret_cast<const void*>(bulk_move_kernel<false, true>)}) {
-    cudaFuncAttributes unused;
-    const cudaError_t bad =
-        has_bulk() ? cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRingBytes) : cudaFuncGetAttributes(&unused, kernel);
-    if (bad) return bad;
+    if (const cudaError_t bad = load_kernel(kernel, has_bulk() ? kRingBytes : 0)) return bad;
   }
   return cudaSuccess;
 }
