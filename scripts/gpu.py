@@ -33,24 +33,29 @@ PROGRAMS = ["tests/cuda/*_test", "bench/cuda/gpu_bench", "tools/turnout", "tests
 LIBRARIES = ["**/libturnout_cuda.so", "**/libturnout.so.*"]
 
 # How a program is run, if not once, beside others, for at most two minutes (`seconds`). `shards`: parts of a GoogleTest program that may
-# run side by side. `alone`: nothing runs beside it. `also`: (suffix, words of the environment, arguments) of further runs; `run` False:
-# only those.
+# run side by side. `split`: its cases with "_on_2" in their names run on two GPUs, in one part, the others on one. `alone`: nothing runs
+# beside it. `also`: (suffix, words of the environment, arguments) of further runs; `run` False: only those.
 SETTINGS = {
-    "cuda_engine_contract_test": {"shards": 10, "seconds": 240, "also": [
+    "cuda_engine_contract_test": {"shards": 8, "split": True, "seconds": 240, "also": [
         ("no_sm90", {"TURNOUT_CUDA_LIBRARY": "no_sm90"}, ["--gtest_filter=*EqualsTheOracle/*"]),
         # racecheck knows no barriers that are written in PTX, so it looks at the kernels without bulk copies.
         # One rank: these tools run one kernel at a time, and kernels of several ranks wait for each other.
         ("memcheck", {}, ["--gtest_filter=*SmallCalls*/1_ranks*"]),
         ("racecheck", {"TURNOUT_CUDA_LIBRARY": "no_sm90"}, ["--gtest_filter=*SmallCalls*/1_ranks*"])]},
-    "cuda_low_latency_test": {"shards": 6, "also": [("no_sm90", {"TURNOUT_CUDA_LIBRARY": "no_sm90"}, [])]},
+    "cuda_low_latency_test": {"shards": 4, "split": True, "also": [("no_sm90", {"TURNOUT_CUDA_LIBRARY": "no_sm90"}, [])]},
     "cuda_command_test": {"seconds": 240},
-    "cuda_window_test": {"also": [("ipc", {"TURNOUT_DEVICE_MEMORY": "ipc"}, [])]},
+    # What the driver has left is compared with what it had: nothing may run beside that.
+    "cuda_window_test": {"run": False, "also": [
+        ("memory", {}, ["--gtest_filter=*SuspendFreesMemory*"]),
+        ("rest", {}, ["--gtest_filter=-*SuspendFreesMemory*"]),
+        ("ipc", {"TURNOUT_DEVICE_MEMORY": "ipc"}, [])]},
     "cuda_window_process_test": {"also": [("ipc", {"TURNOUT_DEVICE_MEMORY": "ipc"}, [])]},
     "cuda_bad_input_test": {"shards": 4},
     # These take whole GPUs or measure time: nothing runs beside them.
     "cuda_graphs_test": {"alone": True},
     "cuda_lifecycle_test": {"alone": True},
     "cuda_litmus_test": {"alone": True},
+    "cuda_mps_test": {"alone": True},
     "cuda_nccl_order_test": {"alone": True},
     "cuda_process_test": {"alone": True},
     "cuda_streams_test": {"alone": True},
@@ -63,9 +68,12 @@ SETTINGS = {
         ],
     },
 }
-# Runs of these names are made under compute-sanitizer, where it is.
+# Runs of these names are made under compute-sanitizer, where it is; of these with nothing beside them; of these on one GPU.
+SANITIZED = ["memcheck", "racecheck"]
 SANITIZER = ["compute-sanitizer", "--error-exitcode", "9", "--target-processes", "all", "--tool"]
-AT_ONCE = 6  # programs on the machine at a time: they wait for the host more than for the GPU
+ALONE = ["memory"]
+ON_ONE = ["threads"]
+AT_ONCE = 3  # programs on a GPU at a time: they wait for the host more than for the GPU, but their kernels take turns on it
 
 
 def git(*words):
@@ -131,6 +139,7 @@ def environment(folder, more=None):
     env.setdefault("TURNOUT_TEST_NCCL", nccl())
     env["LD_LIBRARY_PATH"] = ":".join(filter(None, [str(folder), env.get("LD_LIBRARY_PATH")]))
     env.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    env.setdefault("TURNOUT_TEST_DEADLINE", "60")  # of a case: others take turns with it
     env["TURNOUT_CUDA_LIBRARY"] = str(folder / "libturnout_cuda.so")
     for key, value in (more or {}).items():
         env[key] = str(folder / f"libturnout_cuda_{value}.so") if key == "TURNOUT_CUDA_LIBRARY" else value
@@ -148,8 +157,8 @@ def gpus():
 
 
 class Job:
-    def __init__(self, name, words, env, seconds, alone=False):
-        self.name, self.words, self.env, self.seconds, self.alone = name, words, env, seconds, alone
+    def __init__(self, name, words, env, seconds, alone=False, on_one=False):
+        self.name, self.words, self.env, self.seconds, self.alone, self.on_one = name, words, env, seconds, alone, on_one
         self.passed, self.failed, self.skipped, self.took = 0, [], 0, 0.0
 
     def run(self, folder, logs):
@@ -179,44 +188,80 @@ class Job:
         return f"{self.name}: {self.passed} passed, {len(self.failed)} failed, {self.skipped} skipped in {self.took:.0f} s"
 
 
+def split_by_gpus(runs, shards):
+    """(suffix, environment, arguments, shards, whether one GPU will do) of runs whose cases say on how many GPUs they are."""
+    for suffix, env, arguments in runs:
+        if suffix in SANITIZED:
+            yield suffix, env, arguments, 1, True
+            continue
+        old = next((a.split("=", 1)[1] for a in arguments if a.startswith("--gtest_filter=")), "*")
+        others = [a for a in arguments if not a.startswith("--gtest_filter=")]
+        yield suffix, env, [*others, f"--gtest_filter={old}:-*_on_2*"], shards, True
+        yield ".".join(filter(None, [suffix, "two_gpus"])), env, [*others, f"--gtest_filter={old}_on_2*"], 1, False
+
+
 def jobs_of(folder, part, total, wanted):
     """Runs of the programs of a pack; those of one part of `total`."""
     jobs = []
     for program in sorted([*folder.glob("*_test"), *folder.glob("soak")]):
         setting = SETTINGS.get(program.name, {})
         plain = [("", {}, [])] if setting.get("run", True) else []
-        for suffix, env, arguments in plain + setting.get("also", []):
+        runs = plain + setting.get("also", [])
+        shards_of = setting.get("shards", 1)
+        whole = [(*run, 1 if run[0] in SANITIZED else shards_of, run[0] in ON_ONE) for run in runs]
+        for suffix, env, arguments, shards, on_one in split_by_gpus(runs, shards_of) if setting.get("split") else whole:
             if env.get("TURNOUT_CUDA_LIBRARY") == "no_sm90" and not (folder / "libturnout_cuda_no_sm90.so").exists():
                 continue
-            under = [*SANITIZER, suffix] if suffix in ("memcheck", "racecheck") else []
+            under = [*SANITIZER, suffix] if suffix in SANITIZED else []
             if under and not shutil.which(under[0]):
                 continue
-            shards = 1 if under else setting.get("shards", 1)
             for shard in range(shards):
                 name = program.name + (f".{suffix}" if suffix else "") + (f".{shard + 1}of{shards}" if shards > 1 else "")
                 split = {"GTEST_TOTAL_SHARDS": str(shards), "GTEST_SHARD_INDEX": str(shard)} if shards > 1 else {}
-                jobs.append(Job(name, [*under, str(program), *arguments], {**env, **split}, setting.get("seconds", 120), setting.get("alone", False)))
+                alone = setting.get("alone", False) or suffix in ALONE
+                jobs.append(Job(name, [*under, str(program), *arguments], {**env, **split}, setting.get("seconds", 120), alone, on_one))
     jobs = [job for job in jobs if wanted in job.name]
-    return jobs[part - 1 :: total]
+    return sorted(jobs[part - 1 :: total], key=lambda job: -job.seconds)  # what may take long comes first
 
 
-def run_jobs(jobs, folder, logs, at_once):
-    """All of them, some side by side; a line for each as it ends."""
-    waiting, lock = list(jobs), threading.Lock()
+def run_jobs(jobs, folder, logs, at_once, num_gpus=1):
+    """All of them, `at_once` on a GPU side by side; a line for each as it ends."""
+    waiting, changed = list(jobs), threading.Condition()
+    load = [0] * max(num_gpus, 1)
+
+    def take():
+        """The first job that fits, and its GPUs."""
+        free = [gpu for gpu in sorted(range(len(load)), key=load.__getitem__) if load[gpu] < at_once]
+        for job in waiting:
+            mine = free[:1] if job.on_one else free if len(free) == len(load) else []
+            if mine:
+                waiting.remove(job)
+                return job, mine
+        return None, []
 
     def work():
         while True:
-            with lock:
-                if not waiting:
+            with changed:
+                job, mine = take()
+                while waiting and not job:
+                    changed.wait()
+                    job, mine = take()
+                if not job:
                     return
-                job = waiting.pop(0)
+                for gpu in mine:
+                    load[gpu] += 1
+            if len(mine) < len(load):
+                job.env = {**job.env, "CUDA_VISIBLE_DEVICES": str(mine[0])}
             job.run(folder, logs)
-            with lock:
+            with changed:
+                for gpu in mine:
+                    load[gpu] -= 1
+                changed.notify_all()
                 print(job.line(), flush=True)
                 for name in job.failed:
                     print(f"  FAILED {name}", flush=True)
 
-    threads = [threading.Thread(target=work) for _ in range(at_once)]
+    threads = [threading.Thread(target=work) for _ in range(at_once * len(load))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -250,9 +295,9 @@ def test(args):
     jobs = jobs_of(folder, part, total, args.filter)
     if not jobs:
         sys.exit(f"gpu.py: no test of {folder} has {args.filter!r} in its name")
-    print(f"{words or 'no GPU'}: {len(jobs)} runs, {AT_ONCE} at a time")
-    run_jobs([job for job in jobs if not job.alone], folder, logs, AT_ONCE)
-    run_jobs([job for job in jobs if job.alone], folder, logs, 1)
+    print(f"{words or 'no GPU'}: {len(jobs)} runs, {AT_ONCE} at a time on a GPU")
+    run_jobs([job for job in jobs if not job.alone], folder, logs, AT_ONCE, number)
+    run_jobs([job for job in jobs if job.alone], folder, logs, 1, number)
     passed, skipped = sum(j.passed for j in jobs), sum(j.skipped for j in jobs)
     failed = [f"{j.name}: {name}" for j in jobs for name in j.failed]
     for job in jobs:
@@ -334,13 +379,16 @@ def self_test():
             (folder / name).write_text(text)
             (folder / name).chmod(0o755)
         SETTINGS["slow_test"] = {"seconds": 1}
+        SETTINGS["good_test"] = {"split": True}
         jobs = jobs_of(folder, 1, 1, "")
-        run_jobs(jobs, folder, folder, 4)
+        run_jobs(jobs, folder, folder, 2, 2)
         seen = {job.name: (job.passed, job.failed) for job in jobs}
-        expected = {"good_test": (1, []), "plain_test": (1, []), "bad_test": (1, ["status 3"]), "slow_test": (0, ["not done after 1 s"])}
+        expected = {"good_test": (1, []), "good_test.two_gpus": (1, []), "plain_test": (1, []), "bad_test": (1, ["status 3"]), "slow_test": (0, ["not done after 1 s"])}
         assert seen == expected, seen
         parts = [job.name for n in (1, 2, 3) for job in jobs_of(folder, n, 3, "")]
-        assert sorted(parts) == sorted(scripts), parts
+        assert sorted(parts) == sorted(expected), parts
+        assert [job.words[1:] for job in jobs if "good" in job.name] == [["--gtest_filter=*:-*_on_2*"], ["--gtest_filter=*_on_2*"]], jobs
+        assert {job.env.get("CUDA_VISIBLE_DEVICES") for job in jobs if job.name == "good_test"} < {"0", "1"}, jobs
     print("gpu.py: self-test passed")
 
 

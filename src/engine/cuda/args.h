@@ -248,6 +248,19 @@ TURNOUT_HOST_DEVICE constexpr uint32_t offered_channels(const DispatchArgs& a) {
   return static_cast<uint32_t>(a.move_blocks) | (a.straight ? kRowsStay : 0);
 }
 
+/// The first kernel of a call whose routing is known, or of a further round.
+inline HelloArgs hello_of(const DispatchArgs& a) {
+  HelloArgs hello;
+  hello.common = a.common;
+  hello.block = a.block;
+  hello.block_rows = a.block_rows;
+  hello.channels = offered_channels(a);
+  hello.room = a.room;
+  hello.round = a.round;
+  hello.counts_for_host = a.counts_for_host;
+  return hello;
+}
+
 /// Tokens are counted in at most so many chunks.
 inline constexpr int kMaxChunks = 64;
 inline constexpr uint32_t kBadChunk = 1u << 31;

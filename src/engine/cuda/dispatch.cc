@@ -296,14 +296,7 @@ void Engine::open_call(PendingCall& call, int plan_blocks) {
     const auto launch = a.capacity < 0 ? launch_meta : launch_plan;
     return check(launch(a, num_ranks_, config_.num_experts, plan_blocks, call.stream), a.capacity < 0 ? "meta kernel" : "plan kernel");
   }
-  HelloArgs hello;
-  hello.common = a.common;
-  hello.block = a.block;
-  hello.block_rows = a.block_rows;
-  hello.channels = offered_channels(a);
-  hello.room = a.room;
-  hello.counts_for_host = a.counts_for_host;
-  check(launch_hello(hello, call.stream), "hello kernel");
+  check(launch_hello(hello_of(a), call.stream), "hello kernel");
   if (!a.counts_for_host) return;
   a.counts_for_host = nullptr;
   const volatile int64_t* words = wait_for_words(call.stream);

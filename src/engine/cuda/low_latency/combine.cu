@@ -6,7 +6,6 @@
 
 #include "engine/cuda/device/chunk.cuh"
 #include "engine/cuda/kernels.h"
-#include "engine/cuda/launch.h"
 #include "engine/cuda/low_latency/format.h"
 #include "engine/cuda/low_latency/parts.cuh"
 
@@ -328,11 +327,13 @@ cudaError_t launch(const CombineArgs& a, int blocks, cudaStream_t stream) {
 }
 template <DType kType>
 cudaError_t load() {
+  cudaFuncAttributes unused;
   int device = 0, most = 0;
   if (const cudaError_t bad = cudaGetDevice(&device)) return bad;
   if (const cudaError_t bad = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) return bad;
-  if (const cudaError_t bad = load_kernel(reinterpret_cast<const void*>(combine_kernel<kType, true>), most - kStaticBytes)) return bad;
-  return load_kernel(reinterpret_cast<const void*>(combine_kernel<kType, false>));
+  if (const cudaError_t bad = cudaFuncSetAttribute(combine_kernel<kType, true>, cudaFuncAttributeMaxDynamicSharedMemorySize, most - kStaticBytes))
+    return bad;
+  return cudaFuncGetAttributes(&unused, combine_kernel<kType, false>);
 }
 
 }  // namespace

@@ -2,7 +2,6 @@
 // the headers where they belong, and lays each out as its words arrive. Positions are counted twice or more often rather than
 // waited for: by every block for its own tokens, and by every block for the tables of the receiving side.
 #include "engine/cuda/kernels.h"
-#include "engine/cuda/launch.h"
 #include "engine/cuda/low_latency/counts.cuh"
 #include "engine/cuda/low_latency/lay_out.cuh"
 #include "engine/cuda/low_latency/publish.cuh"
@@ -245,7 +244,7 @@ cudaError_t launch_ll_dispatch(const DispatchArgs& a, int blocks, cudaStream_t s
 cudaError_t prepare_ll_dispatch() {
   for (const void* kernel :
        {reinterpret_cast<const void*>(low_latency::dispatch_kernel<true>), reinterpret_cast<const void*>(low_latency::dispatch_kernel<false>)}) {
-    if (const cudaError_t bad = load_kernel(kernel, low_latency::SharedPlan::kMost)) return bad;
+    if (const cudaError_t bad = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, low_latency::SharedPlan::kMost)) return bad;
   }
   return cudaSuccess;
 }
