@@ -29,12 +29,15 @@ inline bool has_fault() {
 }
 
 /// The pool that allocations come from. A piece that another stream has freed is given when that stream has passed the place, not to
-/// somebody who would have to wait for it: another virtual rank may be running there, and waiting for whoever asks.
+/// somebody who would have to wait for it: another virtual rank may be running there, and waiting for whoever asks. Nor does memory go
+/// back to the driver, which may be to wait for the GPU.
 inline cudaMemPool_t pool_of(int device) {
   cudaMemPool_t pool = nullptr;
   cuda_ok(cudaDeviceGetDefaultMemPool(&pool, device), "cudaDeviceGetDefaultMemPool");
   int no = 0;
+  uint64_t most = UINT64_MAX;
   cuda_ok(cudaMemPoolSetAttribute(pool, cudaMemPoolReuseAllowInternalDependencies, &no), "cudaMemPoolSetAttribute");
+  cuda_ok(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &most), "cudaMemPoolSetAttribute");
   return pool;
 }
 
@@ -69,17 +72,14 @@ class KeptStreams {
   }
 };
 
-/// The pool that allocations come from has room from now on, and keeps it. Virtual ranks allocate while kernels of others wait for them: to
-/// ask the driver for memory, or to give it back, may be to wait for the GPU.
+/// The pool has room from now on: virtual ranks allocate while kernels of others wait for them, and to ask the driver may be to wait, too.
 inline void keep_memory(int device) {
   static std::mutex mutex;
   static std::set<int> kept;
   const std::lock_guard lock(mutex);
   if (!kept.insert(device).second) return;
   cuda_ok(cudaSetDevice(device), "cudaSetDevice");
-  const cudaMemPool_t pool = pool_of(device);
-  uint64_t most = UINT64_MAX;
-  cuda_ok(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &most), "cudaMemPoolSetAttribute");
+  pool_of(device);
   cudaStream_t stream = nullptr;
   void* p = nullptr;
   cuda_ok(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");

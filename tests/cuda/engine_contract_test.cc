@@ -35,7 +35,7 @@ class CudaContract : public ::testing::TestWithParam<Case> {
     RunChoices r;
     r.mode = GetParam().mode;
     r.receive_bytes = size_t{64} << 20;
-    r.timeout = std::chrono::seconds(5);
+    r.timeout = std::chrono::seconds(10);
     const int devices = GetParam().num_devices;
     r.place = [devices](int rank) { return std::make_unique<CudaPlace>(rank % devices); };
     return r;

@@ -14,9 +14,7 @@ using namespace std::chrono_literals;
 
 constexpr size_t kLarge = size_t{3} << 20;  ///< a copy of so much goes through memory of the driver
 
-TensorView bytes_of(const std::vector<std::byte>& bytes) {
-  return TensorView::dense(bytes.data(), DType::u8, {static_cast<int64_t>(bytes.size())});
-}
+TensorView bytes_of(const std::vector<std::byte>& bytes) { return TensorView::dense(bytes.data(), DType::u8, {static_cast<int64_t>(bytes.size())}); }
 
 /// A rank with a Buffer that was used and one that is about to be.
 class Rank {

@@ -62,8 +62,6 @@ cudaError_t launch_hello(const HelloArgs& h, cudaStream_t stream) {
   hello_kernel<<<1, 128, 0, stream>>>(h);
   return cudaGetLastError();
 }
-cudaError_t prepare_hello() {
-  return load_kernel(reinterpret_cast<const void*>(hello_kernel));
-}
+cudaError_t prepare_hello() { return load_kernel(reinterpret_cast<const void*>(hello_kernel)); }
 
 }  // namespace turnout::engine::cuda
