@@ -34,6 +34,25 @@ Mapped<T>::~Mapped() {
 template class Mapped<HostWords>;
 template class Mapped<int64_t>;
 
+LeaseMemory::LeaseMemory(transport::DeviceWindow& window, const Arena& arena, int device)
+    : first_(arena.receive), num_bytes_(arena.receive_bytes), begin_(window.local() + arena.receive), device_(device) {
+  bool by_host = false;
+  for (int r = 0; r < arena.num_ranks; ++r) by_host = by_host || window.link(r) == transport::DeviceLink::host;
+  if (!by_host) return;
+  CurrentDevice current(device_);
+  void* p = nullptr;
+  check(cudaMalloc(&p, std::max<size_t>(num_bytes_, 1)), "cudaMalloc of " + std::to_string(num_bytes_) + " bytes for results (receive_bytes)");
+  apart_ = begin_ = static_cast<std::byte*>(p);
+}
+LeaseMemory::~LeaseMemory() {
+  if (!apart_) return;
+  int before = 0;
+  cudaGetDevice(&before);
+  cudaSetDevice(device_);
+  cudaFree(apart_);
+  cudaSetDevice(before);
+}
+
 std::shared_ptr<CUstream_st> new_stream(int device) {
   CurrentDevice current(device);
   cudaStream_t stream = nullptr;
@@ -189,6 +208,7 @@ Common Engine::common(int lane, const CallFacts& facts, int num_calls_ago, bool 
   c.num_experts = config_.num_experts;
   c.max_local = max_local_;
   c.lane = lane;
+  c.through_host = shared_->through_host();
   c.back = num_calls_ago;
   c.last_of_send = last_of_send;
   c.facts = facts;
@@ -260,10 +280,8 @@ void Engine::require_memory() const {
 }
 
 bool Engine::is_released(const void* address) const {
-  const auto* p = static_cast<const std::byte*>(address);
-  const std::byte* begin = shared_->window->local() + shared_->arena.receive;
-  if (p < begin || p >= begin + shared_->arena.receive_bytes) return shared_->results.keeps(p);
-  return !shared_->region.is_taken(static_cast<size_t>(p - shared_->window->local()));
+  const std::optional<size_t> offset = shared_->leases.offset_of(static_cast<const std::byte*>(address));
+  return offset ? !shared_->region.is_taken(*offset) : shared_->results.keeps(address);
 }
 
 void Engine::refuse(const CallFacts& facts, int lane, Stream stream) {
