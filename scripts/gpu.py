@@ -38,6 +38,7 @@ LIBRARIES = ["**/libturnout_cuda.so", "**/libturnout.so.*"]
 SETTINGS = {
     "cuda_engine_contract_test": {"shards": 8, "split": True, "seconds": 240, "also": [
         ("no_sm90", {"TURNOUT_CUDA_LIBRARY": "no_sm90"}, ["--gtest_filter=*EqualsTheOracle/*"]),
+        ("cuda_host", {"TURNOUT_DEVICE_TRANSPORT": "cuda_host"}, ["--gtest_filter=*EqualsTheOracle/2_ranks*:*SmallCalls*/2_ranks*"]),
         # racecheck knows no barriers that are written in PTX, so it looks at the kernels without bulk copies.
         # One rank: these tools run one kernel at a time, and kernels of several ranks wait for each other.
         ("memcheck", {}, ["--gtest_filter=*SmallCalls*/1_ranks*"]),

@@ -124,6 +124,8 @@ struct Common {
   int num_experts = 0;
   int max_local = 0;
   int lane = 0;
+  /// Arenas are memory of the host: what peers write here is behind PCIe (host_link.h). The same on all ranks.
+  bool through_host = false;
   /// The call is the one issued `back` calls ago on its lane (0: the one being issued: its epoch is the word in LaneControl + 1).
   int back = 0;
   /// Of a call that receives beside later calls: where the kernel that ends the sending part leaves the epoch for it; else null.

@@ -5,6 +5,7 @@
 
 #include "engine/cuda/carver.h"
 #include "engine/cuda/engine.h"
+#include "engine/cuda/host_link.h"
 #include "engine/cuda/kernels.h"
 #include "engine/cuda/pending.h"
 #include "engine/cuda/specialize.h"
@@ -277,9 +278,10 @@ void Engine::reuse_routing(PendingCall& call, std::shared_ptr<const RoutingMemor
 void Engine::place_call(const turnout::DispatchArgs& args, PendingCall& call) const {
   DispatchArgs& a = call.dispatch;
   const bool stays = args.result != ResultKind::fresh && !args.out.defined();
-  a.straight = a.layout == Layout::rank_major && stays && a.block_rows == a.total_rows;
+  const bool in_block = a.layout == Layout::rank_major && stays && a.block_rows == a.total_rows;
+  a.straight = in_block && !a.common.through_host;  // else they land in one half of the block and are laid out in the other
   place_block(a, &call.block, call.stream);
-  if (!a.straight) return place_result(args, a, &call.result, call.stream);
+  if (!in_block) return place_result(args, a, &call.result, call.stream);
   std::byte* base = call.block->data();
   const BlockOffsets offsets = block_offsets(a, a.block_rows);
   a.out_x = base;
@@ -322,7 +324,8 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
     dispatch_low_latency(args, *pending, std::static_pointer_cast<const RoutingMemory>(cached), counts_arrivals);
     return pending;
   }
-  const int plan_blocks = blocks(args.num_sms > 0 ? args.num_sms : kMaxChunks), move_blocks = blocks(args.num_sms > 0 ? args.num_sms : num_sms_);
+  const int plan_blocks = blocks(args.num_sms > 0 ? args.num_sms : kMaxChunks);
+  const int move_blocks = blocks(args.num_sms > 0 ? args.num_sms : a.common.through_host ? kHostMoveSms : num_sms_);
   if (cached) reuse_routing(*pending, std::static_pointer_cast<const RoutingMemory>(cached));
   else make_routing(args, *pending, plan_blocks);
   place_call(args, *pending);

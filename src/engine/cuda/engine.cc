@@ -28,6 +28,20 @@ template class Mapped<HostWords>;
 template class Mapped<int64_t>;
 template class Mapped<std::byte>;
 
+LeaseMemory::LeaseMemory(transport::DeviceWindow& window, const Arena& arena, std::shared_ptr<transport::device::MemoryPool> pool,
+                         cudaStream_t stream)
+    : first_(arena.receive), num_bytes_(arena.receive_bytes), begin_(window.local() + arena.receive), pool_(std::move(pool)), stream_(stream) {
+  bool by_host = false;
+  for (int r = 0; r < arena.num_ranks; ++r) by_host = by_host || window.link(r) == transport::DeviceLink::host;
+  if (!by_host) return;
+  apart_ = begin_ = pool_->allocate(std::max<size_t>(num_bytes_, 1), stream_,
+                                    "cudaMallocAsync of " + std::to_string(num_bytes_) + " bytes for results (receive_bytes)");
+  check(cudaStreamSynchronize(stream_), "cudaMallocAsync");
+}
+LeaseMemory::~LeaseMemory() {
+  if (apart_) pool_->free(apart_, stream_);
+}
+
 namespace {
 
 core::ExpertMap map_of(const BufferConfig& config, int num_ranks) {
@@ -177,6 +191,7 @@ Common Engine::common(int lane, const CallFacts& facts, int num_calls_ago, bool 
   c.num_experts = config_.num_experts;
   c.max_local = max_local_;
   c.lane = lane;
+  c.through_host = shared_->through_host();
   c.back = num_calls_ago;
   c.last_of_send = last_of_send;
   c.facts = facts;
@@ -248,10 +263,8 @@ void Engine::require_memory() const {
 }
 
 bool Engine::is_released(const void* address) const {
-  const auto* p = static_cast<const std::byte*>(address);
-  const std::byte* begin = shared_->window->local() + shared_->arena.receive;
-  if (p < begin || p >= begin + shared_->arena.receive_bytes) return shared_->results.keeps(p);
-  return !shared_->region.is_taken(static_cast<size_t>(p - shared_->window->local()));
+  const std::optional<size_t> offset = shared_->leases.offset_of(static_cast<const std::byte*>(address));
+  return offset ? !shared_->region.is_taken(*offset) : shared_->results.keeps(address);
 }
 
 void Engine::refuse(const CallFacts& facts, int lane, Stream stream) {

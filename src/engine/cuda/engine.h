@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -17,6 +18,31 @@
 #include "transport/device_window.h"
 
 namespace turnout::engine::cuda {
+
+/// Where the rows of leases are. Where arenas are memory of the host, each block of the region has a twin in this GPU's memory: peers write
+/// to the one, and rows are laid out in the other, since whoever works on them would else read them across PCIe, and more than once.
+class LeaseMemory {
+ public:
+  LeaseMemory(transport::DeviceWindow& window, const Arena& arena, std::shared_ptr<transport::device::MemoryPool> pool, cudaStream_t stream);
+  ~LeaseMemory();
+  LeaseMemory(const LeaseMemory&) = delete;
+  LeaseMemory& operator=(const LeaseMemory&) = delete;
+  bool are_apart() const { return apart_ != nullptr; }
+  /// `offset`: in the arena.
+  std::byte* at(size_t offset) const { return begin_ + (offset - first_); }
+  /// Whether `address` is in the region's memory, and then where in the arena.
+  std::optional<size_t> offset_of(const std::byte* address) const {
+    if (address < begin_ || address >= begin_ + num_bytes_) return std::nullopt;
+    return first_ + static_cast<size_t>(address - begin_);
+  }
+
+ private:
+  size_t first_, num_bytes_;
+  std::byte* apart_ = nullptr;
+  std::byte* begin_;
+  std::shared_ptr<transport::device::MemoryPool> pool_;
+  cudaStream_t stream_;
+};
 
 /// What results keep alive: they may outlive the Buffer.
 struct Shared {
@@ -29,7 +55,9 @@ struct Shared {
         pool(std::make_shared<transport::device::MemoryPool>(device_)),
         region(arena.receive, arena.receive_bytes),
         results(device_, allocator, stream, pool, alone),
-        own(device_, nullptr, stream, pool, alone) {}
+        own(device_, nullptr, stream, pool, alone),
+        leases(*window, arena, pool, stream) {}
+  bool through_host() const { return leases.are_apart(); }
   std::unique_ptr<transport::DeviceWindow> window;
   const Arena arena;
   const int device;
@@ -38,6 +66,7 @@ struct Shared {
   Region region;
   Memory results;  ///< from the caller's Allocator, if there is one
   Memory own;      ///< handles
+  const LeaseMemory leases;
 };
 
 /// A lease or an allocation, given back in order of the stream of its call when the last reference dies.
@@ -54,7 +83,7 @@ class Hold {
   }
   bool is_lease() const { return is_lease_; }
   size_t offset() const { return lease_.block.offset; }
-  std::byte* data() const { return is_lease_ ? shared_->window->local() + lease_.block.offset : piece_.data; }
+  std::byte* data() const { return is_lease_ ? shared_->leases.at(lease_.block.offset) : piece_.data; }
 
  private:
   std::shared_ptr<Shared> shared_;

@@ -2,9 +2,11 @@
 // and the link takes 363 GB/s (docs/design/overview.md, section 6): everything here follows from these two and from measurements.
 #pragma once
 #include <algorithm>
+#include <climits>
 #include <cstdint>
 
 #include "engine/cuda/args.h"
+#include "engine/cuda/host_link.h"
 
 namespace turnout::engine::cuda {
 
@@ -25,11 +27,12 @@ struct MoveShape {
   int senders = 1;                 ///< blocks that only send, until everything is sent; straight: all
   int pushers = 1, push_ring = 2;  ///< warps of a sender, stages of each
   int workers = 1, work_ring = 2;  ///< warps that lay rows out
+  int receivers = INT_MAX;         ///< blocks behind the senders whose workers wait for rows; the others' lay out own rows only
 };
 
 /// SMs of a move kernel where the user names no number: straight rows saturate the link with 14 to 16, and 20 to 64 are slower; a
 /// layout by experts is limited by its own stores, about one SM for each 50 GB/s of them.
-inline int default_move_sms(const DispatchArgs& a) { return a.straight ? 16 : 132; }
+inline int default_move_sms(const DispatchArgs& a) { return a.common.through_host ? kHostMoveSms : a.straight ? 16 : 132; }
 
 /// Warps that issue bulk copies: one issues a row in about 0.5 us.
 inline int issuing_warps(int row_bytes) { return row_bytes >= 12000 ? 2 : row_bytes >= 9000 ? 3 : row_bytes >= 5000 ? 5 : 8; }
@@ -70,6 +73,11 @@ inline MoveShape move_shape(const DispatchArgs& a, int blocks) {
   p.work_ring = std::clamp(stages / p.workers, 1, 3);
   // Every row is stored once for the link and about top-k times by those who lay it out; 17 of 132 keep the link busy.
   p.senders = a.straight ? blocks : std::clamp((blocks + 4) / (quantised ? 5 : 8), 1, 32);
+  if (a.common.through_host) {
+    p.senders = std::min(kHostSenders, p.senders);
+    p.receivers = kHostReceivers;
+    p.push_ring = std::min(p.push_ring, kHostPushRing);
+  }
   return p;
 }
 
@@ -86,6 +94,7 @@ inline CombineShape combine_shape(const CombineArgs& a, int blocks) {
   p.batch = std::clamp(256 / blocks, 2, 8);
   p.stage_bytes = static_cast<int>((a.hidden * 2 + 127) / 128 * 128);
   p.stages = std::min(kMostCombineStages, kRingBytes / std::max(p.stage_bytes, 1));
+  if (a.common.through_host) p.batch = kHostBatch, p.lead = kHostLead;
   return p;
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 #include "engine/cuda/args.h"
 #include "engine/cuda/device/ptx.cuh"
+#include "engine/cuda/host_link.h"
 
 namespace turnout::engine::cuda {
 
@@ -147,6 +148,7 @@ __device__ __forceinline__ bool wait_until(const Common& c, Phase phase, int pee
   uint32_t lost = 0;
   bool over = false;
   for (uint32_t i = 1;; ++i) {
+    if (c.through_host && phase != Phase::local_blocks) __nanosleep(kHostPollNs);  // looks take their part of the link
     if (ready()) return true;
     if (over) {  // a peer that has done its part may be gone before this block gets to look again
       DeviceRecord r{};

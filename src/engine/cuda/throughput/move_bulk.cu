@@ -45,7 +45,7 @@ template <bool kOwn>
 __device__ bool lay_out(const DispatchArgs& a, const MoveShape& p, const Shared& sh, std::byte* my, int warps, int* slot, Call call) {
   const Common& c = a.common;
   const int me = c.team.rank, others = c.team.num_ranks - 1;
-  if (!kOwn && a.chained) wait_for_previous();  // for the places of what arrives
+  if (!kOwn && a.chained && a.layout != Layout::rank_major) wait_for_previous();  // for the places of what arrives
   int most = 0;
   for (int s = 0; s < c.team.num_ranks; ++s) most = s == me ? most : max(most, sh.begins[s + 1] - sh.begins[s]);
   Tickets tickets(&c.lane_control->tickets[call.copy][kOwn ? kOwnTicket : kRowTicket], kOwn ? sh.begins[me + 1] - sh.begins[me] : most * others,
@@ -115,11 +115,15 @@ __device__ void receive_part(const DispatchArgs& a, const MoveShape& p, const Sh
   if (warp < p.workers) {
     std::byte* my = ring + static_cast<int64_t>(warp) * p.work_ring * p.stage_bytes;
     int slot = 0;
-    // Half of the warps begin with what is here already.
+    // Half of the warps begin with what is here already. Through the host, where a look at a signal is traffic, a few blocks wait for
+    // rows from the start, and those that sent before.
+    const bool few = p.receivers != INT_MAX, waits = index < p.receivers;
     bool good = true;
 #pragma unroll 1
     for (int part = 0; good && part < 2; ++part) {
-      good = (warp + part) % 2 == 0 ? lay_out<true>(a, p, sh, my, warps, &slot, call) : lay_out<false>(a, p, sh, my, warps, &slot, call);
+      const bool own = few ? waits == (part == 1) : (warp + part) % 2 == 0;
+      if (!own && !waits) continue;
+      good = own ? lay_out<true>(a, p, sh, my, warps, &slot, call) : lay_out<false>(a, p, sh, my, warps, &slot, call);
     }
   } else if (p.zero_bytes && index >= 0) {
     pad_groups(a, p, ring + p.zero_at, index, count);
