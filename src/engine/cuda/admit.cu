@@ -290,9 +290,16 @@ __device__ void admit(const DispatchArgs& a, Call call, int32_t* begins) {
   const Common& c = a.common;
   const int local = a.num_local, role = take_role(c, call, kRoleTicket);
   if (a.chained) {
+    // Once all ranks have told their counts the rows may start; the tables that follow from the counts take a little longer.
+    bool told = true;
+    for (int s = static_cast<int>(threadIdx.x); told && s < c.team.num_ranks; s += kThreads) {
+      uint4 word;
+      told = wait_word(c, Phase::local_blocks, c.team.rank, call.epoch, false, header_from(c, call, s), &word);
+    }
+    if (!__syncthreads_and(told)) return;
+    let_next_start();
     const bool planned = threadIdx.x == 0 ? wait_local(c, call.epoch, &a.flags[kPlanReady], false) : true;
     if (!__syncthreads_and(planned)) return;
-    let_next_start();
   }
   // One block waits for what peers send, and for all: many polling threads would slow down what they wait for.
   if (role == 0) {

@@ -171,10 +171,11 @@ __device__ void send_meta(const DispatchArgs& a, const Shared& s, const Places& 
     send_step(a, s, places, step);
     __syncthreads();
   }
-  if (threadIdx.x == 0) fence_system();
-  __syncthreads();
-  for (int d = static_cast<int>(threadIdx.x); d < c.team.num_ranks; d += kThreads) {
-    store_release(reinterpret_cast<uint64_t*>(c.team.base[d] + c.arena.channel_at(c.lane, call.copy, c.team.rank, chunk)), signal_of(call.epoch, 0));
+  // The last step has ended with all threads at one place.
+  if (threadIdx.x != 0) return;
+  fence_system();
+  for (int d = 0; d < c.team.num_ranks; ++d) {
+    store_relaxed(reinterpret_cast<uint64_t*>(c.team.base[d] + c.arena.channel_at(c.lane, call.copy, c.team.rank, chunk)), signal_of(call.epoch, 0));
   }
 }
 
@@ -216,17 +217,14 @@ struct Chunks {  // those of a block, ascending
 
 /// Takes and counts chunks until there are no more, and not just one: where few SMs are free the other blocks may not have started, and
 /// this one will wait for what the last chunk brings. Returns whether the last of them had an id out of range.
-__device__ bool take_chunks(const DispatchArgs& a, const Shared& s, Chunks* chunks, int num_groups, Call call) {
+/// `next`: thread 0 has taken the first ticket.
+__device__ bool take_chunks(const DispatchArgs& a, const Shared& s, Chunks* chunks, int next, int num_groups, Call call) {
   const int all = num_chunks(a.num_tokens);
   uint32_t* counter = &a.common.lane_control->tickets[call.copy][kChunkTicket];
   // A ticket is asked for before it is needed, but not where there is a block for every chunk: nobody is to hold two.
   const bool ahead = static_cast<int>(gridDim.x) < all;
   bool bad = false;
-  int next = 0;
-  if (threadIdx.x == 0) {
-    chunks->num = 0;
-    next = static_cast<int>(atomicAdd(counter, 1u));
-  }
+  if (threadIdx.x == 0) chunks->num = 0;
   for (;;) {
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -239,7 +237,8 @@ __device__ bool take_chunks(const DispatchArgs& a, const Shared& s, Chunks* chun
     __syncthreads();
     if (chunks->ticket >= all) return bad;
     bad = count_chunk(a, s, chunks->ticket, num_groups, call.epoch);
-    if (!ahead && threadIdx.x == 0) next = static_cast<int>(atomicAdd(counter, 1u));
+    // All wait for the block of the last chunk, which knows that there are no more.
+    if (!ahead && threadIdx.x == 0) next = next == all - 1 ? all : static_cast<int>(atomicAdd(counter, 1u));
   }
 }
 
@@ -254,11 +253,13 @@ __global__ void __launch_bounds__(kThreads, 1) plan_kernel(const __grid_constant
   const Call call = call_of(c);
   let_next_start();
   clear_next_tickets(c, call);
+  // On its way while other things are looked up.
+  const int ticket = threadIdx.x == 0 ? static_cast<int>(atomicAdd(&c.lane_control->tickets[call.copy][kChunkTicket], 1u)) : 0;
   if (is_over(c, call)) return;
   const Shared s(memory, c.team.num_ranks + c.num_experts, c.num_experts, num_groups);
   load_tables(c, s, &tables);
   if (threadIdx.x == kThreads - 32) fill_facts(c, call.epoch, false, a.num_tokens, &facts, a.room);
-  bool bad = take_chunks(a, s, &chunks, num_groups, call);
+  bool bad = take_chunks(a, s, &chunks, ticket, num_groups, call);
   const int n = chunks.num, last = num_chunks(a.num_tokens) - 1;
   if (n == 0) return;
   const bool loaded = n == 1 && step_of(a, chunks.list[0], 1, num_groups).n == 0;

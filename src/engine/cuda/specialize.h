@@ -30,6 +30,8 @@ struct MoveShape {
   int receivers = INT_MAX;         ///< blocks behind the senders whose workers wait for rows; the others' lay out own rows only
 };
 
+inline constexpr int kMostWorkRing = 3;
+
 /// SMs of a move kernel where the user names no number: straight rows saturate the link with 14 to 16, and 20 to 64 are slower; a
 /// layout by experts is limited by its own stores, about one SM for each 50 GB/s of them.
 inline int default_move_sms(const DispatchArgs& a) { return a.common.through_host ? kHostMoveSms : a.straight ? 16 : 132; }
@@ -70,7 +72,7 @@ inline MoveShape move_shape(const DispatchArgs& a, int blocks) {
     p.push_ring = std::clamp(stages / p.pushers, 1, a.straight ? 12 : 6);
   }
   p.workers = std::clamp(stages / 2, 1, 8);
-  p.work_ring = std::clamp(stages / p.workers, 1, 3);
+  p.work_ring = std::clamp(stages / p.workers, 1, kMostWorkRing);
   // Every row is stored once for the link and about top-k times by those who lay it out; 17 of 132 keep the link busy.
   p.senders = a.straight ? blocks : std::clamp((blocks + 4) / (quantised ? 5 : 8), 1, 32);
   if (a.common.through_host) {

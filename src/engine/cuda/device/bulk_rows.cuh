@@ -65,22 +65,16 @@ __device__ __forceinline__ void fetch_arrived(const DispatchArgs& a, const MoveS
   for (; s < a.num_side; ++s) fetch(stage + p.side_at[s], block + p.block_side[s] + row * a.side[s].bytes, a.side[s].bytes);
 }
 
-/// A row of x, quantised if asked, with its side arrays.
+/// A row of x, quantised, with its side arrays.
 __device__ __forceinline__ void fetch_token(const DispatchArgs& a, const MoveShape& p, int64_t token, std::byte* stage) {
   const std::byte* x = a.x + token * a.x_stride;
-  int s = 0;
-  if (a.quantize == Quantize::none) {
-    const bool side = a.num_side > 0;
-    fetch_both(stage, x, static_cast<int>(a.x_bytes), stage + p.side_at[0], side ? a.side[0].src + token * a.side[0].src_stride : nullptr,
-               side ? a.side[0].bytes : 0);
-    s = side;
-  } else if (a.dtype == DType::bf16) {
+  if (a.dtype == DType::bf16) {
     quantize_to_shared<true>(x, static_cast<int>(a.hidden), a.quantize, stage, stage + p.scales_at);
   } else {
     quantize_to_shared<false>(x, static_cast<int>(a.hidden), a.quantize, stage, stage + p.scales_at);
   }
 #pragma unroll 1
-  for (; s < a.num_side; ++s) fetch(stage + p.side_at[s], a.side[s].src + token * a.side[s].src_stride, a.side[s].bytes);
+  for (int s = 0; s < a.num_side; ++s) fetch(stage + p.side_at[s], a.side[s].src + token * a.side[s].src_stride, a.side[s].bytes);
 }
 #endif
 

@@ -16,7 +16,8 @@ using move::kThreads;
 using namespace move;
 
 /// Lays out one row at all its places; lane k knows the k-th (and the one 32 further).
-__device__ __forceinline__ void place_stage(const DispatchArgs& a, const MoveShape& p, const std::byte* stage, const int (&to)[2], uint64_t policy) {
+__device__ __forceinline__ void place_stage(const DispatchArgs& a, const MoveShape& p, const std::byte* stage, const int (&to)[2]) {
+  const uint64_t policy = evict_first_policy();
   // What lies beside rows shares lines with its neighbours, which come later: those lines stay in L2 until they are full.
   for (int h = 0; h < 2; ++h) {
     if (to[h] < 0) continue;
@@ -30,64 +31,126 @@ __device__ __forceinline__ void place_stage(const DispatchArgs& a, const MoveSha
 }
 
 /// Where entry k of an own token goes, once all counts are known: what the admit kernel will write to `position`.
-__device__ __forceinline__ int own_place(const DispatchArgs& a, int row, int64_t token, int k) {
+__device__ __forceinline__ int own_place(const DispatchArgs& a, int row, int token, int k) {
   const Routing& r = a.routing;
-  const int64_t pair = token * a.num_topk + k;
+  const int64_t pair = static_cast<int64_t>(token) * a.num_topk + k;
   const int dest = __ldcg(r.dest + pair), id = __ldcg(r.topk_idx + pair), index = __ldcg(r.pair_index + pair);
   if (dest != a.common.team.rank) return -1;
-  const int e = __ldg(a.common.experts->local + id);
-  const int64_t nth = static_cast<int64_t>(__ldcg(r.expert_base + dest * a.num_local + e)) + index;
-  return is_admitted(a, nth, row, k, __ldcg(r.cut), __ldcg(r.cut + 1)) ? static_cast<int>(__ldcg(r.expert_offsets + e) + nth) : -1;
+  const int e = __ldg(a.common.local + id);
+  // Tables of the admit kernel: complete, and no SM has looked at them before kCounted, so what lies in its L1 is good for all rows.
+  const int64_t nth = static_cast<int64_t>(r.expert_base[dest * a.num_local + e]) + index;
+  return is_admitted(a, nth, row, k, r.cut[0], r.cut[1]) ? static_cast<int>(r.expert_offsets[e] + nth) : -1;
 }
 
-/// A warp lays out rows of one kind, those that stay (kOwn) or those that arrive, until no tickets are left. False: given up.
-template <bool kOwn>
-__device__ bool lay_out(const DispatchArgs& a, const MoveShape& p, const Shared& sh, std::byte* my, int warps, int* slot, Call call) {
+/// Where entries k and k + 32 of a received row go, k being the lane; `token` >= 0: of a row that stays.
+__device__ __forceinline__ void find_places(const DispatchArgs& a, int row, int token, int (&to)[2]) {
+  to[0] = lane_id() == 0 ? row : -1;
+  to[1] = -1;
+  if (a.layout == Layout::rank_major) return;
+  for (int h = 0; h < 2; ++h) {
+    const int k = h * 32 + lane_id();
+    if (k >= a.num_topk) to[h] = -1;
+    else if (token >= 0 && a.chained) to[h] = own_place(a, row, token, k);
+    else to[h] = __ldcg(a.routing.position + static_cast<int64_t>(row) * a.num_topk + k);
+  }
+}
+
+/// A warp that lays out rows: its part of the ring.
+struct Worker {
+  std::byte* ring;
+  uint64_t* full;
+  int slot = 0;
+  uint32_t phases = 0;  ///< of the barriers, a bit each
+
+  __device__ Worker(const MoveShape& p, Shared& sh, std::byte* all)
+      : ring(all + static_cast<int64_t>(warp_id()) * p.work_ring * p.stage_bytes), full(sh.own + warp_id() * kMostWorkRing) {}
+  __device__ std::byte* stage(const MoveShape& p) const { return ring + static_cast<int64_t>(slot) * p.stage_bytes; }
+  __device__ void advance(const MoveShape& p) { slot = slot + 1 == p.work_ring ? 0 : slot + 1; }
+};
+
+/// After a row has been laid out: whoever counts rows is told.
+__device__ __forceinline__ void count_arrival(const DispatchArgs& a, int source) {
+  bulk_commit();
+  if (!a.arrived) return;
+  bulk_wait<0>();
+  __syncwarp();
+  if (lane_id() != 0) return;
+  __threadfence_system();
+  atomicAdd_system(reinterpret_cast<unsigned long long*>(&a.arrived[source]), 1ull);
+}
+
+/// A warp lays out rows that stay, until no tickets are left. Bulk loads bring the next row while one is laid out; what is quantised
+/// comes through registers.
+__device__ void lay_out_own(const DispatchArgs& a, const MoveShape& p, const Shared& sh, Worker* w, int warps, Call call) {
+  const int me = a.common.team.rank;
+  const bool quantised = a.quantize != Quantize::none;
+  Tickets tickets(&a.common.lane_control->tickets[call.copy][kOwnTicket], sh.begins[me + 1] - sh.begins[me], warps, 1);
+  const auto load = [&](int item) {
+    if (item < 0) return -1;
+    const int token = __ldcg(a.routing.own_tokens + item);
+    if (quantised) return token;
+    bulk_wait_read_at_most(p.work_ring - 2);  // the row before is not stored yet
+    __syncwarp();
+    load_stage(a, p, w->stage(p), w->full + w->slot, token);
+    return token;
+  };
+  int item = tickets.take();
+  int token = load(item);
+  while (item >= 0) {
+    std::byte* stage = w->stage(p);
+    const int slot = w->slot;
+    w->advance(p);
+    const int next = tickets.take();
+    const int next_token = load(next);
+    int to[2];
+    find_places(a, sh.begins[me] + item, token, to);
+    if (quantised) {
+      bulk_wait_read_at_most(p.work_ring - 1);
+      __syncwarp();
+      fetch_token(a, p, token, stage);
+      fence_shared_to_bulk();
+      __syncwarp();
+    } else {
+      barrier_wait(w->full + slot, w->phases >> slot & 1);
+      w->phases ^= 1u << slot;
+    }
+    place_stage(a, p, stage, to);
+    count_arrival(a, me);
+    item = next;
+    token = next_token;
+  }
+}
+
+/// The same for rows that arrive. False: given up.
+__device__ bool lay_out_arrived(const DispatchArgs& a, const MoveShape& p, const Shared& sh, Worker* w, int warps, Call call) {
   const Common& c = a.common;
   const int me = c.team.rank, others = c.team.num_ranks - 1;
-  if (!kOwn && a.chained && a.layout != Layout::rank_major) wait_for_previous();  // for the places of what arrives
+  if (a.chained && a.layout != Layout::rank_major) wait_for_previous();  // for the places
   int most = 0;
   for (int s = 0; s < c.team.num_ranks; ++s) most = s == me ? most : max(most, sh.begins[s + 1] - sh.begins[s]);
-  Tickets tickets(&c.lane_control->tickets[call.copy][kOwn ? kOwnTicket : kRowTicket], kOwn ? sh.begins[me + 1] - sh.begins[me] : most * others,
-                  warps, 1);
-  const uint64_t policy = evict_first_policy();
+  Tickets tickets(&c.lane_control->tickets[call.copy][kRowTicket], most * others, warps, 1);
   for (;;) {
     const int item = tickets.take();
     if (item < 0) return true;
-    const int s = kOwn ? me : (me + 1 + item % others) % c.team.num_ranks, i = kOwn ? item : item / others;
-    const int row = sh.begins[s] + i;
+    const int s = (me + 1 + item % others) % c.team.num_ranks, i = item / others, row = sh.begins[s] + i;
     if (row >= sh.begins[s + 1]) continue;
-    const int64_t token = kOwn ? __ldcg(a.routing.own_tokens + i) : -1;
-    int to[2] = {lane_id() == 0 ? row : -1, -1};
-    for (int h = 0; h < 2 && a.layout != Layout::rank_major; ++h) {
-      const int k = h * 32 + lane_id();
-      if (k >= a.num_topk) to[h] = -1;
-      else if (kOwn && a.chained) to[h] = own_place(a, row, token, k);
-      else to[h] = __ldcg(a.routing.position + static_cast<int64_t>(row) * a.num_topk + k);
-    }
+    int to[2];
+    find_places(a, row, -1, to);
     bool came = true;
-    if (!kOwn && lane_id() == 0) {
+    if (lane_id() == 0) {
       const std::byte* signal = c.team.base[me] + c.arena.row_at(c.lane, call.copy, s, i);
       came = wait_signal(c, Phase::rows, s, call.epoch, true, reinterpret_cast<const uint64_t*>(signal), nullptr);
     }
     if (!__shfl_sync(kFull, came, 0)) return false;
     bulk_wait_read_at_most(p.work_ring - 1);
     __syncwarp();
-    std::byte* stage = my + static_cast<int64_t>(*slot) * p.stage_bytes;
-    *slot = *slot + 1 == p.work_ring ? 0 : *slot + 1;
-    if (kOwn) fetch_token(a, p, token, stage);
-    else fetch_arrived(a, p, row, stage);
+    std::byte* stage = w->stage(p);
+    w->advance(p);
+    fetch_arrived(a, p, row, stage);
     fence_shared_to_bulk();
     __syncwarp();
-    place_stage(a, p, stage, to, policy);
-    bulk_commit();
-    if (!a.arrived) continue;
-    bulk_wait<0>();
-    __syncwarp();
-    if (lane_id() == 0) {
-      __threadfence_system();
-      atomicAdd_system(reinterpret_cast<unsigned long long*>(&a.arrived[s]), 1ull);
-    }
+    place_stage(a, p, stage, to);
+    count_arrival(a, s);
   }
 }
 
@@ -108,13 +171,12 @@ __device__ void pad_groups(const DispatchArgs& a, const MoveShape& p, const std:
 }
 
 /// `index` of `count` blocks that pad groups; -1: this one does not.
-__device__ void receive_part(const DispatchArgs& a, const MoveShape& p, const Shared& sh, std::byte* ring, int index, int count, Call call) {
+__device__ void receive_part(const DispatchArgs& a, const MoveShape& p, Shared& sh, std::byte* ring, int index, int count, Call call) {
   const int warp = warp_id(), warps = static_cast<int>(gridDim.x) * p.workers;
   const bool counted = a.chained && threadIdx.x == 0 ? wait_local(a.common, call.epoch, &a.flags[kCounted]) : true;
   if (!__syncthreads_and(counted)) return;
   if (warp < p.workers) {
-    std::byte* my = ring + static_cast<int64_t>(warp) * p.work_ring * p.stage_bytes;
-    int slot = 0;
+    Worker worker(p, sh, ring);
     // Half of the warps begin with what is here already. Through the host, where a look at a signal is traffic, a few blocks wait for
     // rows from the start, and those that sent before.
     const bool few = p.receivers != INT_MAX, waits = index < p.receivers;
@@ -123,7 +185,8 @@ __device__ void receive_part(const DispatchArgs& a, const MoveShape& p, const Sh
     for (int part = 0; good && part < 2; ++part) {
       const bool own = few ? waits == (part == 1) : (warp + part) % 2 == 0;
       if (!own && !waits) continue;
-      good = own ? lay_out<true>(a, p, sh, my, warps, &slot, call) : lay_out<false>(a, p, sh, my, warps, &slot, call);
+      if (own) lay_out_own(a, p, sh, &worker, warps, call);
+      else good = lay_out_arrived(a, p, sh, &worker, warps, call);
     }
   } else if (p.zero_bytes && index >= 0) {
     pad_groups(a, p, ring + p.zero_at, index, count);
@@ -142,10 +205,15 @@ __global__ void __launch_bounds__(kThreads, 1) bulk_move_kernel(const __grid_con
   const int blocks = static_cast<int>(gridDim.x);
   clear(p, sh, ring);
   // A block may wait only for blocks that have started: who is what goes by the order of starting.
-  const int role = kSend && !a.straight ? take_role(c, call, kSendRoleTicket) : 0;
-  const int senders = min(p.senders, blocks);
-  const bool sends = kSend && (a.straight || role < senders);
+  if (threadIdx.x == 0) {
+    sh.role = 0;
+    if (a.straight ? kReceive : kSend) {
+      sh.role = static_cast<int>(atomicAdd(&c.lane_control->tickets[call.copy][a.straight ? kReceiveRoleTicket : kSendRoleTicket], 1u));
+    }
+  }
   __syncthreads();
+  const int role = sh.role, senders = min(p.senders, blocks);
+  const bool sends = kSend && (a.straight || role < senders);
   FirstRows first;
   const bool loads = sends && a.quantize == Quantize::none && warp_id() < p.pushers;
   if (loads) first.load(a, p, sh, ring, call);
@@ -155,7 +223,7 @@ __global__ void __launch_bounds__(kThreads, 1) bulk_move_kernel(const __grid_con
     if (sends) send_part(a, p, sh, ring, &first, call);
     if (kSend && a.layout == Layout::rank_major) signal_channel(c, call);
     if (kReceive && a.straight) {
-      if (is_last_to_start(c, call)) wait_channels(a, sh.offers, sh.begins, call);
+      if (sh.role % blocks == blocks - 1) wait_channels(a, sh.offers, sh.begins, call);
     } else if (kReceive) {
       const bool all = !kSend || senders == blocks;
       if (all) receive_part(a, p, sh, ring, static_cast<int>(blockIdx.x), blocks, call);

@@ -14,21 +14,25 @@ inline constexpr int kThreads = 384;
 #ifdef TURNOUT_HAS_BULK
 inline constexpr int kWarps = kThreads / 32, kAnnouncer = kWarps - 1;
 inline constexpr int kMostPushers = kWarps - 1, kMostStages = 96;
+static_assert(kWarps * kMostWorkRing <= kThreads);
 inline constexpr int kQueue = 256;  ///< at least 64 for each row that is written but not yet posted
 using Queue = AnnounceQueue<kMostPushers, kQueue>;
 
 struct Shared {
   alignas(8) uint64_t full[kMostStages];
+  uint64_t own[kWarps * kMostWorkRing];             ///< the same of warps that lay out rows
   std::byte *block[kMaxRanks], *scales[kMaxRanks];  ///< where this rank's rows go
   int32_t begin[kMaxRanks];
   Offer offers[kMaxRanks];
   int32_t begins[kMaxRanks + 1];
+  int role;  ///< of this block: of who sends, or straight, of who waits for the others
   Queue queue;
 };
 
 __device__ inline void clear(const MoveShape& p, Shared& sh, std::byte* ring) {
   sh.queue.init();
   for (int i = static_cast<int>(threadIdx.x); i < kMostStages; i += kThreads) barrier_init(&sh.full[i], 1);
+  for (int i = static_cast<int>(threadIdx.x); i < kWarps * kMostWorkRing; i += kThreads) barrier_init(&sh.own[i], 1);
   for (int i = static_cast<int>(threadIdx.x) * 16; i < p.zero_bytes; i += kThreads * 16) *reinterpret_cast<uint4*>(ring + p.zero_at + i) = uint4{};
   fence_shared_to_bulk();
 }
