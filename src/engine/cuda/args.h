@@ -64,8 +64,9 @@ struct LaneControl {
   uint32_t failed = 0;                              ///< epoch of the last call that was refused or that ranks disagreed about: its kernels do nothing
   uint32_t failed_of[kMostCopies] = {};             ///< [copy] the same, for calls that receive after later ones have been issued
   uint32_t told = 0;                                ///< epoch of the last call that failed and has left a record of why
-  uint32_t started[kMaxChannels] = {};              ///< epoch of the last low_latency call in which block b has started, or others do its part
-  uint64_t next_look[kMaxRanks] = {};               ///< when somebody looks again at what the host says of a rank
+  uint32_t started[kMaxChannels] =
+      {};  ///< epoch of the last call in which low_latency: block b has started, or others do its part; plan: chunk b is claimed
+  uint64_t next_look[kMaxRanks] = {};  ///< when somebody looks again at what the host says of a rank
 };
 
 /// Owner and local number of every expert: device memory that set_expert_to_rank() rewrites in stream order.
@@ -195,9 +196,9 @@ struct DispatchArgs {
   int num_local = 0;  ///< experts of this rank
 
   // Scratch of the lane, in this GPU's memory.
-  uint64_t* chunk_counts = nullptr;    ///< [kMaxChunks][R + P]: the epoch above, below it kBadChunk and a count
-  uint32_t* flags = nullptr;           ///< [kNumFlags] local signals: epochs
-  uint32_t* begins = nullptr;          ///< [R + 1][4]: send_begin and recv_begin as flagged words, which need no fence
+  uint64_t* chunk_counts = nullptr;  ///< [kMaxChunks][R + P]: the epoch above, below it kBadChunk and a count
+  uint32_t* flags = nullptr;         ///< [kNumFlags] local signals: epochs
+  uint32_t* begins = nullptr;  ///< [R + 1][4]: send_begin and recv_begin as flagged words, which need no fence: exact size, and through the host
   int64_t* counts_for_host = nullptr;  ///< exact: mapped (CountWords)
 };
 
@@ -278,7 +279,6 @@ enum LocalFlag : int {
 inline constexpr int kRowChannels = kMaxChunks;
 /// Tickets of a call, in LaneControl::tickets: work that blocks share out, and roles that go by the order in which blocks start.
 enum Ticket : int {
-  kChunkTicket,        ///< plan: chunks of tokens
   kMetaRoleTicket,     ///< meta: who makes the tables
   kRoleTicket,         ///< admit and combine: who waits for what peers say
   kTokenTicket,        ///< move: tokens to send,

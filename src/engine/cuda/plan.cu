@@ -23,13 +23,12 @@ __device__ __forceinline__ void load_owners(const Common& c, const Shared& s) {
     s.local[i] = local;
   }
 }
-/// Each load of it waits for the one before it.
-__device__ void load_tables(const Common& c, const Shared& s, Tables* tables) {
-  const ExpertTable& experts = *c.experts;
-  for (int i = static_cast<int>(threadIdx.x); i < c.num_experts; i += kThreads) s.by_rank[i] = __ldg(experts.by_rank + i);
+/// They are here after copies_done().
+__device__ __forceinline__ void ask_tables(const Common& c, const Shared& s, const ExpertTable& experts, Tables* tables) {
+  for (int i = static_cast<int>(threadIdx.x); i < c.num_experts; i += kThreads) copy_async(s.by_rank + i, experts.by_rank + i);
   for (int i = static_cast<int>(threadIdx.x); i < c.team.num_ranks; i += kThreads) {
-    tables->num_local[i] = experts.num_local[i];
-    tables->first[i] = experts.first[i];
+    copy_async(tables->num_local + i, experts.num_local + i);
+    copy_async(tables->first + i, experts.first + i);
   }
 }
 
@@ -38,6 +37,7 @@ __device__ void send_totals(const DispatchArgs& a, const Shared& s, const Tables
   const Common& c = a.common;
   const int num_ranks = c.team.num_ranks;
   if (threadIdx.x == 0) facts->words[HeaderInts::kRefused] = bad;
+  copies_done();
   __syncthreads();
   send_header(c, call, HeaderInts::experts(num_ranks) + c.max_local, [&](int rank, int i) -> uint32_t {
     if (i < HeaderInts::kRows) return facts->words[i];
@@ -284,27 +284,26 @@ __global__ void __launch_bounds__(kThreads, 1) plan_kernel(const __grid_constant
   Asked asked;
   asked.ask(a, step_of(a, static_cast<int>(blockIdx.x), 0, num_groups));
   const Call call = call_of(c);
+  const ExpertTable experts = *c.experts;
   const bool over = is_over(c, call);
   load_owners(c, s);
+  ask_tables(c, s, experts, &tables);
   clear_next_tickets(c, call);
-  if (over) return;
+  if (over) return copies_done();
   bool bad = take_chunks(a, s, &chunks, &asked, num_groups, call);
   const int n = chunks.num, last = num_chunks(a.num_tokens) - 1;
-  if (n == 0) return;
+  if (n == 0) return copies_done();
   // One step, still in shared memory, and its groups are summed.
   const auto is_one_step = [&](int chunk) { return step_of(a, chunk, 1, num_groups).n == 0; };
   // The last chunk first: all ranks wait for its headers, which travel while the other chunks find their places.
   bool totals = false;
   for (int i = 0; i < n; ++i) totals = totals || chunks.list[i] == last;
-  if (totals) {
-    load_tables(c, s, &tables);
-    if (threadIdx.x == kThreads - 32) fill_facts(c, call.epoch, false, a.num_tokens, &facts, a.room);
-  }
+  if (totals && threadIdx.x == kThreads - 32) fill_facts(c, call.epoch, false, a.num_tokens, &facts, a.room);
   for (int i = totals ? n : n - 1; i >= 0; --i) {
     const int chunk = i == n ? last : chunks.list[i];
     if (i < n && totals && chunk == last) continue;
     const bool here = i == (totals ? n : n - 1) && chunk == chunks.loaded;
-    if (!sum_earlier(a, s, chunk, here, i == n, &bad, call.epoch)) return;
+    if (!sum_earlier(a, s, chunk, here, i == n, &bad, call.epoch)) return copies_done();
     if (i == n) send_totals(a, s, tables, bad, call, &facts);
     place_chunk(a, s, chunk, num_groups, here && is_one_step(chunk), call.epoch);
   }

@@ -41,6 +41,12 @@ __device__ __forceinline__ uint64_t clock_ns() {
   return t;
 }
 
+/// Four bytes to shared memory while the thread goes on; copies_done(), then the block must synchronise before others read them.
+__device__ __forceinline__ void copy_async(int32_t* shared, const int32_t* global) {
+  asm volatile("cp.async.ca.shared.global [%0],[%1],4;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))), "l"(global) : "memory");
+}
+__device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 /// A 16-byte word that carries twelve bytes and the epoch. On sm_90 and newer one access of type b128 is single-copy atomic by
 /// the memory model, so a word that shows the epoch shows its payload too: neither fence nor signal.
 /// On sm_80 the vector access is one transaction of an aligned 16-byte word; tests/cuda has the litmus test that this rests on.
