@@ -53,7 +53,7 @@ struct Shared {
         device(device_),
         stream(transport::device::side_stream(device_)),
         pool(std::make_shared<transport::device::MemoryPool>(device_)),
-        region(arena.receive, arena.receive_bytes),
+        region(device_, arena.receive, arena.receive_bytes),
         results(device_, allocator, stream, pool, alone),
         own(device_, nullptr, stream, pool, alone),
         leases(*window, arena, pool, stream) {}
