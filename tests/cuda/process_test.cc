@@ -187,7 +187,7 @@ TEST_P(CudaProcesses, SmallCallsOfEveryKind) {
   for (size_t i = 0; i < SmallCall::kNum; ++i) calls.emplace_back(i, 2);
   Family family(2, as_rank(2, [&](Communicator& comm) {
                   for (const SmallCall& call : calls) {
-                    SCOPED_TRACE(call.what + " rank " + std::to_string(comm.rank()));
+                    SCOPED_TRACE(call.what() + " rank " + std::to_string(comm.rank()));
                     RunChoices run = call.run;
                     run.place = [&](int rank) { return placement.place_of(rank); };
                     play_rank(comm, call.e, run);

@@ -67,17 +67,17 @@ inline RandomProblem problem_of(const Kind& kind, int num_ranks, uint64_t seed) 
 struct SmallCall {
   static constexpr size_t kNum = 2 * std::size(small_calls::kKinds);
   SmallCall(size_t index, int num_ranks)
-      : e(index + 101, small_calls::problem_of(small_calls::kKinds[index / 2], num_ranks, index + 1)), what("kind " + std::to_string(index / 2)) {
+      : e(index + 101, small_calls::problem_of(small_calls::kKinds[index / 2], num_ranks, index + 1)), kind(index / 2) {
     run.mode = index % 2 ? Mode::low_latency : Mode::throughput;
     run.receive_bytes = size_t{16} << 20;
     run.timeout = std::chrono::seconds(60);
     run.async = index % 2 == 1;
     run.repeats = 2;  // the second with the handle of the first
-    what += " " + std::string(name(run.mode));
   }
+  std::string what() const { return std::string(name(run.mode)) + " kind " + std::to_string(kind); }
   const Expected e;
+  const size_t kind;
   RunChoices run;
-  std::string what;
 };
 
 }  // namespace turnout::testing

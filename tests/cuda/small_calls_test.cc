@@ -12,7 +12,7 @@ TEST_P(SmallCalls, OfEveryKind) {
     RunChoices run = call.run;
     run.place = [](int rank) { return GetParam().place_of(rank); };
     run_virtual_ranks(num_ranks(), [&](Communicator& comm) {
-      SCOPED_TRACE(call.what + " rank " + std::to_string(comm.rank()));
+      SCOPED_TRACE(call.what() + " rank " + std::to_string(comm.rank()));
       play_rank(comm, call.e, run);
     });
     if (HasFailure()) return;
