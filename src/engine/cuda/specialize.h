@@ -86,10 +86,13 @@ inline MoveShape move_shape(const DispatchArgs& a, int blocks) {
 /// The bulk form of a combine: a ring of rows in each block, and how far it runs ahead with what others wait for.
 struct CombineShape {
   int stages = 0, stage_bytes = 0;
+  int push_stages = 0;  ///< behind these, for partial sums that are rows of y as they are; 0: none are, or all go through registers
   int batch = 8;   ///< items whose rows a block looks up together; fewer where a block has few, so that sending and receiving mix
   int lead = 900;  ///< tokens by which partial sums for other ranks are ahead of own tokens: about 40 us
 };
-inline constexpr int kMostCombineStages = 32;
+inline constexpr int kMostCombineStages = 32, kMostPushStages = 5;
+/// Where more blocks share the rows, each has few, and registers carry them as fast.
+inline constexpr int kMostPushBlocks = 64;
 
 inline CombineShape combine_shape(const CombineArgs& a, int blocks) {
   CombineShape p;
@@ -97,6 +100,11 @@ inline CombineShape combine_shape(const CombineArgs& a, int blocks) {
   p.stage_bytes = static_cast<int>((a.hidden * 2 + 127) / 128 * 128);
   p.stages = std::min(kMostCombineStages, kRingBytes / std::max(p.stage_bytes, 1));
   if (a.common.through_host) p.batch = kHostBatch, p.lead = kHostLead;
+  const bool as_they_are = a.layout == Layout::rank_major && a.apply != CombineWeights::rows;
+  if (as_they_are && !a.common.through_host && blocks <= kMostPushBlocks && p.stages >= 8) {
+    p.push_stages = std::min(kMostPushStages, p.stages / 3);
+    p.stages -= p.push_stages;
+  }
   return p;
 }
 

@@ -23,7 +23,7 @@ __device__ __forceinline__ void bulk_wait_read_at_most(int n) {
 /// Copies 16-byte words from global to shared memory by ordinary loads: a bulk load would need a fence that waits for all bulk stores
 /// of the SM, because an ordinary load has seen the signal. The whole warp calls it. Its own function: copies of it inside each other's
 /// loops take more registers than there are.
-__device__ __noinline__ void fetch(std::byte* to, const std::byte* from, int bytes) {
+__device__ __noinline__ inline void fetch(std::byte* to, const std::byte* from, int bytes) {
   constexpr int kEach = 8;
   const int words = bytes / 16;
 #pragma unroll 1
