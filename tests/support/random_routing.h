@@ -188,7 +188,8 @@ inline RandomProblem random_problem(uint64_t seed, const RandomLimits& limits) {
   d.layout = random.one_of(limits.layouts);
   if (d.layout == Layout::expert_major) d.alignment = static_cast<int>(random.one_of(std::vector<int>{1, 1, 3, 8, 16}));
   const bool can_quantize = d.dtype == DType::bf16 || d.dtype == DType::fp16 || d.dtype == DType::fp32;
-  if (limits.quantize && can_quantize && random.chance(limits.fused ? 1.0 : 0.3)) d.quantize = random.chance(0.5) ? Quantize::fp8_e4m3 : Quantize::fp8_e4m3_ue8m0;
+  if (limits.quantize && can_quantize && random.chance(limits.fused ? 1.0 : 0.3))
+    d.quantize = random.chance(0.5) ? Quantize::fp8_e4m3 : Quantize::fp8_e4m3_ue8m0;
   if (limits.aligned && d.quantize != Quantize::none) {  // scales of whole 16-byte words, too
     const int64_t to = d.quantize == Quantize::fp8_e4m3 ? 512 : 2048;
     d.hidden = (d.hidden + to - 1) / to * to;
