@@ -24,13 +24,15 @@ struct Shared {
   std::byte *block[kMaxRanks], *scales[kMaxRanks];  ///< where this rank's rows go
   int32_t begin[kMaxRanks];
   Offer offers[kMaxRanks];
-  int32_t begins[kMaxRanks + 1];
+  int32_t begins[kMaxRanks + 1], from[kMaxRanks];
+  FirstWords told;
   int role;  ///< of this block: of who sends, or straight, of who waits for the others
   Queue queue;
 };
 
 __device__ inline void clear(const MoveShape& p, Shared& sh, std::byte* ring) {
   sh.queue.init();
+  for (int i = static_cast<int>(threadIdx.x); i < kMaxRanks; i += kThreads) sh.begin[i] = 0;
   for (int i = static_cast<int>(threadIdx.x); i < kMostStages; i += kThreads) barrier_init(&sh.full[i], 1);
   for (int i = static_cast<int>(threadIdx.x); i < kWarps * kMostWorkRing; i += kThreads) barrier_init(&sh.own[i], 1);
   for (int i = static_cast<int>(threadIdx.x) * 16; i < p.zero_bytes; i += kThreads * 16) *reinterpret_cast<uint4*>(ring + p.zero_at + i) = uint4{};
@@ -54,6 +56,8 @@ __device__ inline bool set_up(const DispatchArgs& a, Shared& sh, Call call) {
   } else if (thread >= kThreads - kMaxChunks) {  // warps of their own for each kind of wait
     const int chunk = thread - (kThreads - kMaxChunks);
     if (chunk < num_chunks(a.num_tokens)) good = wait_local(c, call.epoch, &a.flags[kPlaced + chunk]);
+  } else if (thread >= kFirstBegins && !c.through_host) {
+    good = read_begins(c, call, thread - kFirstBegins, kThreads - kMaxChunks - kFirstBegins, sh.begin, sh.from, &sh.told);
   } else if (thread >= kFirstBegins && thread - kFirstBegins <= c.team.num_ranks) {
     const int d = thread - kFirstBegins;
     uint4 w;
@@ -66,7 +70,15 @@ __device__ inline bool set_up(const DispatchArgs& a, Shared& sh, Call call) {
     sh.block[thread] = offered_block(c, thread, sh.offers[thread]);
     sh.scales[thread] = sh.block[thread] + block_offsets(a, sh.offers[thread].rows).scales;
   }
-  return __syncthreads_and(good);
+  if (!a.chained || c.through_host) return __syncthreads_and(good);
+  if (!__syncthreads_and(good) || !all_agree(c, sh.told)) return false;
+  if (thread <= c.team.num_ranks) {
+    int64_t begin = 0;
+    for (int s = 0; s < thread; ++s) begin += sh.from[s];
+    sh.begins[thread] = static_cast<int32_t>(min(begin, a.block_rows));
+  }
+  __syncthreads();
+  return true;
 }
 
 /// Writes a row that lies in a stage to all ranks that get it; returns how many entries it has put behind `count`. Lane k takes the
@@ -179,15 +191,16 @@ __device__ __forceinline__ void push_rows(const DispatchArgs& a, const MoveShape
   Tickets& tickets = first.tickets;
   int issued = first.num, stored = 0, in = first.num == depth ? 0 : first.num, out = 0;
   uint32_t phase = 0, count = 0, one_ago = 0, two_ago = 0;
-  Index index;
+  Index index, first_index[FirstRows::kMost];
 #pragma unroll
   for (int j = 0; j < FirstRows::kMost; ++j) {
-    if (j >= first.num) break;
-    index.put(a, p);
-    index.load(a, first.token[j], ring + static_cast<int64_t>(first_stage + j) * p.stage_bytes);
+    if (j < first.num) first_index[j].load(a, first.token[j], ring + static_cast<int64_t>(first_stage + j) * p.stage_bytes);
   }
+#pragma unroll
+  for (int j = 0; j < FirstRows::kMost; ++j) first_index[j].put(a, p);
+  // To ask for a row is to wait for where the one before it goes: the first rows leave before the ring is full.
   for (;;) {
-    while (issued - stored < ahead) {
+    for (int n = stored == 0 ? 2 : 0; n < 2 && issued - stored < ahead; ++n) {
       const int token = tickets.take();
       if (token < 0) break;
       bulk_wait_read_at_most(depth - ahead - 1);
