@@ -5,14 +5,14 @@
 namespace turnout::engine::cuda::low_latency {
 
 /// id_of(), all bits of it.
-__device__ __forceinline__ int wide_id_of(const DispatchArgs& a, int64_t i) {
+__device__ __forceinline__ int wide_id_of(const AnyDispatch auto& a, int64_t i) {
   const int id = id_of(a, i);
   const bool fits = !a.ids_are_64 || __ldg(static_cast<const int32_t*>(a.topk_idx) + 2 * i + 1) == id >> 31;
   return fits ? id : -2;
 }
 
 /// Counts the pairs of each expert in t.before and the rows to each rank in t.scratch. Returns where an id is no expert, -1: nowhere.
-__device__ inline int count_all(const DispatchArgs& a, const Tables& t) {
+__device__ inline int count_all(const AnyDispatch auto& a, const Tables& t) {
   const Common& c = a.common;
   const int ranks = c.team.num_ranks, topk = a.num_topk, tokens = static_cast<int>(a.num_tokens);
   int32_t* rows = t.scratch;
@@ -46,7 +46,7 @@ __device__ inline int count_all(const DispatchArgs& a, const Tables& t) {
   return bad;
 }
 /// The same of plain tokens: a thread looks at one of them, at the first before it knows anything else.
-__device__ __forceinline__ int count_all_plain(const DispatchArgs& a, const Tables& t, const Early& early, bool use_early) {
+__device__ __forceinline__ int count_all_plain(const AnyDispatch auto& a, const Tables& t, const Early& early, bool use_early) {
   const Common& c = a.common;
   int bad = -1;
 #pragma unroll 1
@@ -73,7 +73,7 @@ __device__ __forceinline__ int count_all_plain(const DispatchArgs& a, const Tabl
   return bad;
 }
 /// Before counting, and a barrier.
-__device__ __forceinline__ void clear_counters(const DispatchArgs& a, const Tables& t) {
+__device__ __forceinline__ void clear_counters(const AnyDispatch auto& a, const Tables& t) {
   const int ranks = a.common.team.num_ranks;
 #pragma unroll 1
   for (int i = thread(); i < ranks; i += num_threads()) t.scratch[i] = 0;
@@ -83,7 +83,8 @@ __device__ __forceinline__ void clear_counters(const DispatchArgs& a, const Tabl
 
 /// Facts and counts to all ranks, this one included.
 template <bool kPlain>
-__device__ __forceinline__ void send_counts(const DispatchArgs& a, const Tables& t, Call call, const Early& early, bool use_early, FactWords* facts) {
+__device__ __forceinline__ void send_counts(const AnyDispatch auto& a, const Tables& t, Call call, const Early& early, bool use_early,
+                                            FactWords* facts) {
   const Common& c = a.common;
   const int ranks = c.team.num_ranks, topk = a.num_topk;
   if (thread() == num_threads() - 1) fill_facts(c, call.epoch, false, a.num_tokens, facts);

@@ -5,7 +5,7 @@
 namespace turnout::engine::cuda::low_latency {
 
 /// Block 0: what the headers of all ranks say, checked, and the tables that the handle keeps. False: given up.
-__device__ inline bool publish(const DispatchArgs& a, Call call, const Tables& t, const Admission& m, const FactWords* facts) {
+__device__ inline bool publish(const AnyDispatch auto& a, Call call, const Tables& t, const Admission& m, const FactWords* facts) {
   const Common& c = a.common;
   const Routing& r = a.routing;
   const int ranks = c.team.num_ranks, me = c.team.rank, local = a.num_local;
