@@ -3,9 +3,12 @@
 // ranks ascending. A thread owns a unit of 24 channels from the first load to the last store; nothing goes through shared memory.
 // A warp finds the terms of its row itself. The last warp has no units: it keeps the books (masks, scalars, num_lost).
 #include <algorithm>
+#include <atomic>
+#include <climits>
 
 #include "engine/cuda/device/chunk.cuh"
 #include "engine/cuda/kernels.h"
+#include "engine/cuda/launch.h"
 #include "engine/cuda/low_latency/format.h"
 #include "engine/cuda/low_latency/parts.cuh"
 
@@ -180,7 +183,14 @@ __device__ __forceinline__ bool work_on_units(const auto& w, int worker, const P
   Terms<kHalves> t = terms_of(a, n, asked);
   constexpr bool kFetch = kFetches<kType, kFast> && kHasBulk;
   const bool first_is_fetched = kFetch && sends && fetch(w, t, room, fetching);
-  const bool own_is_fetched = kFetch && token < a.num_tokens && fetch(w, terms_of(a, now.own_row, now.own), room.second(), fetching);
+  // The rows of the first token come behind those to send: the link waits for these.
+  const bool has_own = token < a.num_tokens;
+  bool own_is_asked = !first_is_fetched, own_is_fetched = false;
+  const auto ask_own = [&] {
+    if (kFetch && has_own) own_is_fetched = fetch(w, terms_of(a, now.own_row, now.own), room.second(), fetching);
+    own_is_asked = true;
+  };
+  if (own_is_asked) ask_own();
 #pragma unroll 1
   for (bool first = true;; first = false) {
     if (!first) {
@@ -197,9 +207,11 @@ __device__ __forceinline__ bool work_on_units(const auto& w, int worker, const P
       const Place place = place_of<kType>(a, unit, w.f.units, unit < w.f.units);
       uint32_t p[kPayload<kType>];
       if (t.mask) sum_terms<kType, kFast>(w, t, is_fetched, sends ? room : room.second(), place, p);
+      if (!own_is_asked) ask_own();
       if (sends) send_unit<kType>(w, to, unit, p);
       else if (!add_unit<kType, kFast>(w, token, now.parts, t.mask, place, unit, p)) return false;
     }
+    if (!own_is_asked) ask_own();  // a warp without a unit
     if (sends) continue;
     token += num_workers();
     now = first_of(w, ask_parts<kHalves>(a, token));
@@ -324,6 +336,9 @@ __global__ void __launch_bounds__(kThreads<kType, kFast>, 1) combine_kernel(cons
 
 bool is_slab(const CombineArgs& a) { return a.num_topk == SlabSums::num_topk && a.apply == SlabSums::apply && a.layout == SlabSums::layout; }
 
+/// Dynamic shared memory that a block may have, on every device of this process that has been prepared.
+std::atomic<int> g_shared_bytes{INT_MAX};
+
 template <DType kType>
 cudaError_t launch(const CombineArgs& a, int blocks, cudaStream_t stream) {
   const auto bits = reinterpret_cast<uintptr_t>(a.y) | reinterpret_cast<uintptr_t>(a.out) | static_cast<uintptr_t>(a.y_stride) |
@@ -331,10 +346,7 @@ cudaError_t launch(const CombineArgs& a, int blocks, cudaStream_t stream) {
   const int units = PartialFormat::of(a.hidden, kElement<kType>, a.num_topk, false).units;
   const int wanted = static_cast<int>(core::align_up(units, 32)) + 32;
   const auto threads = [&](int most) { return wanted < 128 ? 128 : wanted > most ? most : wanted; };
-  int device = 0, most = 0;
-  if (const cudaError_t bad = cudaGetDevice(&device)) return bad;
-  if (const cudaError_t bad = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) return bad;
-  const int64_t row = a.hidden * kElement<kType>, room = (most - kStaticBytes) / (2 * row);
+  const int64_t row = a.hidden * kElement<kType>, room = g_shared_bytes.load(std::memory_order_relaxed) / (2 * row);
   const int rows = kFetches<kType, true> ? static_cast<int>(std::min<int64_t>({room, a.num_topk, Fetched::kMost})) : 0;
   const auto shared = static_cast<size_t>(2 * rows * row);
   const bool fast = bits % 16 == 0 && a.hidden % kUnitChunk == 0 && a.num_topk <= 32;
@@ -346,16 +358,22 @@ cudaError_t launch(const CombineArgs& a, int blocks, cudaStream_t stream) {
 }
 template <DType kType>
 cudaError_t load() {
-  cudaFuncAttributes unused;
+  const auto take = [](auto* kernel, int bytes) { return load_kernel(reinterpret_cast<const void*>(kernel), bytes); };
+  const int bytes = g_shared_bytes.load(std::memory_order_relaxed);
+  if (const cudaError_t bad = take(combine_kernel<kType, true, CombineArgs>, bytes)) return bad;
+  if (kType == DType::bf16) {
+    if (const cudaError_t bad = take(combine_kernel<DType::bf16, true, SlabSums>, bytes)) return bad;
+  }
+  return take(combine_kernel<kType, false, CombineArgs>, 0);
+}
+cudaError_t find_shared_bytes() {
   int device = 0, most = 0;
   if (const cudaError_t bad = cudaGetDevice(&device)) return bad;
   if (const cudaError_t bad = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) return bad;
-  constexpr auto kAttribute = cudaFuncAttributeMaxDynamicSharedMemorySize;
-  if (const cudaError_t bad = cudaFuncSetAttribute(combine_kernel<kType, true, CombineArgs>, kAttribute, most - kStaticBytes)) return bad;
-  if (kType == DType::bf16) {
-    if (const cudaError_t bad = cudaFuncSetAttribute(combine_kernel<DType::bf16, true, SlabSums>, kAttribute, most - kStaticBytes)) return bad;
+  int least = g_shared_bytes.load(std::memory_order_relaxed);
+  while (most - kStaticBytes < least && !g_shared_bytes.compare_exchange_weak(least, most - kStaticBytes)) {
   }
-  return cudaFuncGetAttributes(&unused, combine_kernel<kType, false, CombineArgs>);
+  return cudaSuccess;
 }
 
 }  // namespace
@@ -382,7 +400,7 @@ cudaError_t launch_ll_combine(const CombineArgs& a, int blocks, cudaStream_t str
 }
 
 cudaError_t prepare_ll_combine() {
-  for (const cudaError_t bad : {low_latency::load<DType::bf16>(), low_latency::load<DType::fp16>(), low_latency::load<DType::fp32>()}) {
+  for (const cudaError_t bad : {low_latency::find_shared_bytes(), low_latency::load<DType::bf16>(), low_latency::load<DType::fp16>(), low_latency::load<DType::fp32>()}) {
     if (bad) return bad;
   }
   return cudaSuccess;

@@ -2,6 +2,7 @@
 // the headers where they belong, and lays each out as its words arrive. Positions are counted twice or more often rather than
 // waited for: by every block for its own tokens, and by every block for the tables of the receiving side.
 #include "engine/cuda/kernels.h"
+#include "engine/cuda/launch.h"
 #include "engine/cuda/low_latency/counts.cuh"
 #include "engine/cuda/low_latency/lay_out.cuh"
 #include "engine/cuda/low_latency/publish.cuh"
@@ -239,18 +240,19 @@ cudaError_t launch_ll_dispatch(const DispatchArgs& a, int blocks, cudaStream_t s
   const RowFormat f = RowFormat::of(a);
   const int threads = low_latency::threads_for(a);
   const bool plain = low_latency::is_plain(a);
-  if (plain && low_latency::can_dispatch_slab(a, blocks, threads)) return low_latency::launch_dispatch_slab(a, blocks, threads, stream);
+  if (plain && low_latency::can_dispatch_slab(a, blocks)) return low_latency::launch_dispatch_slab(a, blocks, stream);
   if (plain) low_latency::dispatch_kernel<true><<<blocks, threads, static_cast<size_t>(plan.num_bytes), stream>>>(a, plan, f);
   else low_latency::dispatch_kernel<false><<<blocks, threads, static_cast<size_t>(plan.num_bytes), stream>>>(a, plan, f);
   return cudaGetLastError();
 }
 
 cudaError_t prepare_ll_dispatch() {
-  for (const void* kernel :
-       {reinterpret_cast<const void*>(low_latency::dispatch_kernel<true>), reinterpret_cast<const void*>(low_latency::dispatch_kernel<false>)}) {
-    if (const cudaError_t bad = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, low_latency::SharedPlan::kMost)) return bad;
+  for (const cudaError_t bad : {load_kernel(reinterpret_cast<const void*>(low_latency::dispatch_kernel<true>), low_latency::SharedPlan::kMost),
+                                load_kernel(reinterpret_cast<const void*>(low_latency::dispatch_kernel<false>), low_latency::SharedPlan::kMost),
+                                low_latency::prepare_dispatch_slab()}) {
+    if (bad) return bad;
   }
-  return low_latency::prepare_dispatch_slab();
+  return cudaSuccess;
 }
 
 }  // namespace turnout::engine::cuda

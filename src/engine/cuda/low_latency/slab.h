@@ -6,9 +6,9 @@
 
 namespace turnout::engine::cuda::low_latency {
 
-bool can_dispatch_slab(const DispatchArgs& a, int blocks, int threads);
+bool can_dispatch_slab(const DispatchArgs& a, int blocks);
 /// REQUIRES: is_plain() and can_dispatch_slab().
-cudaError_t launch_dispatch_slab(const DispatchArgs& a, int blocks, int threads, cudaStream_t stream);
+cudaError_t launch_dispatch_slab(const DispatchArgs& a, int blocks, cudaStream_t stream);
 cudaError_t prepare_dispatch_slab();
 
 }  // namespace turnout::engine::cuda::low_latency
