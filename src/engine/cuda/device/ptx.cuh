@@ -120,6 +120,9 @@ __device__ __forceinline__ void store_stream(uint4* p, uint4 v) {
   asm volatile("st.global.L1::no_allocate.v4.u32 [%0],{%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
+/// Of `threads` threads of a block, which are whole warps; no other barrier of the kernel has the number.
+__device__ __forceinline__ void sync_some(int number, int threads) { asm volatile("bar.sync %0,%1;" ::"r"(number), "r"(threads) : "memory"); }
+
 /// Kernels of one call follow each other closely (launch.h): the next may start once every block has said so; wait_for_previous
 /// returns when the kernel before has ended and what it wrote can be read.
 __device__ __forceinline__ void let_next_start() {
