@@ -116,6 +116,42 @@ __device__ inline bool headers_agree(const Common& c, Call call) {
   return __syncthreads_and(good);
 }
 
+struct FirstWords {
+  uint32_t of[kMaxRanks][3];
+};
+/// For blocks that do not receive the headers themselves and cannot wait until the block that does has made its tables. Threads
+/// [0, count) read what all ranks send each other: begin[d] grows by where this rank's rows begin at rank d, from[s] becomes what rank s
+/// sends here. The block must synchronise before it reads them, and then ask all_agree(). Where the arena is memory of the host, looks
+/// are traffic: not for that.
+__device__ inline bool read_begins(const Common& c, Call call, int thread, int count, int32_t* begin, int32_t* from, FirstWords* told) {
+  constexpr int kFirst = HeaderInts::kRows / kWordPayload;
+  const int num_ranks = c.team.num_ranks, me = c.team.rank, words = (HeaderInts::kRows + num_ranks - 1) / kWordPayload - kFirst + 2;
+  bool good = true;
+  for (int i = thread; good && i < words * num_ranks; i += count) {
+    const int source = i / words, w = i % words == 0 ? 0 : kFirst + i % words - 1;
+    uint4 word;
+    good = wait_word(c, Phase::local_blocks, me, call.epoch, false, header_from(c, call, source) + w, &word);
+    const uint32_t p[kWordPayload] = {word.x, word.y, word.z};
+#pragma unroll
+    for (int j = 0; j < kWordPayload; ++j) {
+      const int d = w * kWordPayload + j - HeaderInts::kRows;
+      if (w == 0) told->of[source][j] = p[j];
+      if (d < 0 || d >= num_ranks) continue;
+      if (d == me) from[source] = static_cast<int32_t>(p[j]);
+      if (source < me) atomicAdd(&begin[d], static_cast<int32_t>(p[j]));
+    }
+  }
+  return good;
+}
+/// As headers_agree(), of what has been read.
+__device__ __forceinline__ bool all_agree(const Common& c, const FirstWords& told) {
+  bool good = true;
+  for (int s = 0; s < c.team.num_ranks; ++s) {
+    good = good && told.of[s][0] == told.of[c.team.rank][0] && told.of[s][1] == told.of[c.team.rank][1] && told.of[s][2] == 0;
+  }
+  return good;
+}
+
 __device__ __forceinline__ void send_offer(const Common& c, Call call, int rank, size_t block, int64_t rows, uint32_t channels) {
   auto* to = reinterpret_cast<uint4*>(c.team.base[rank] + c.arena.offer_at(c.lane, call.copy, c.team.rank));
   store_word(to, uint4{static_cast<uint32_t>(block / 128), static_cast<uint32_t>(rows), channels, call.epoch});
