@@ -270,6 +270,11 @@ __device__ bool take_chunks(const DispatchArgs& a, const Shared& s, Chunks* chun
   }
 }
 
+/// Whoever waits for this kernel has waited for the one beside it too, which quantises.
+struct LastOfAll {
+  __device__ ~LastOfAll() { wait_for_previous(); }
+};
+
 __global__ void __launch_bounds__(kThreads, 1) plan_kernel(const __grid_constant__ DispatchArgs a, int num_groups) {
   extern __shared__ int32_t memory[];
   __shared__ Places places;
@@ -278,6 +283,7 @@ __global__ void __launch_bounds__(kThreads, 1) plan_kernel(const __grid_constant
   __shared__ Tables tables;
   __shared__ int32_t rows[kMaxRanks * kMaxRanks];
   const Common& c = a.common;
+  const LastOfAll last_of_all;
   let_next_start();
   const Shared s(memory, c.team.num_ranks + c.num_experts, c.num_experts, num_groups);
   // All that needs nothing else is asked for at once.
@@ -355,7 +361,8 @@ static size_t plan_shared_bytes(int num_ranks, int num_experts) {
 
 cudaError_t launch_plan(const DispatchArgs& a, int num_ranks, int num_experts, int blocks, cudaStream_t stream) {
   const int grid = std::min(blocks, num_chunks(a.num_tokens));
-  return launch_kernel(plan_kernel, grid, kThreads, plan_shared_bytes(num_ranks, num_experts), stream, false, a, plan_groups(num_ranks, num_experts));
+  return launch_kernel(plan_kernel, grid, kThreads, plan_shared_bytes(num_ranks, num_experts), stream, a.plans_beside, a,
+                       plan_groups(num_ranks, num_experts));
 }
 cudaError_t launch_meta(const DispatchArgs& a, int num_ranks, int num_experts, int blocks, cudaStream_t stream) {
   const int grid = std::min(blocks, num_chunks(a.num_tokens));

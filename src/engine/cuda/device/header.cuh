@@ -11,11 +11,12 @@ struct FactWords {
   uint32_t words[kNum];
 };
 
-/// One thread fills it; the block must synchronise before others read.
-__device__ inline void fill_facts(const Common& c, uint32_t epoch, bool refused, int64_t num_tokens, FactWords* out, uint32_t room = 0) {
+/// One thread fills it; the block must synchronise before others read. `hash_of_experts`: if it has been asked for already.
+__device__ inline void fill_facts(const Common& c, uint32_t epoch, bool refused, int64_t num_tokens, FactWords* out, uint32_t room = 0,
+                                  int64_t hash_of_experts = 0) {
   CallFacts facts = c.facts;
   facts.epoch = epoch;
-  if (c.experts && facts.generation == 0) facts.generation = c.experts->hash;
+  if (c.experts && facts.generation == 0) facts.generation = hash_of_experts ? hash_of_experts : c.experts->hash;
   const auto* values = reinterpret_cast<const int64_t*>(&facts);
   static_assert(sizeof(CallFacts) == HeaderInts::kNumFacts * 8, "the header carries all facts");
   uint64_t hash = 14695981039346656037ull;

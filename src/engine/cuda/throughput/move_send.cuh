@@ -148,7 +148,8 @@ struct Index {
 __device__ __forceinline__ void load_stage(const DispatchArgs& a, const MoveShape& p, std::byte* stage, uint64_t* full, int64_t token) {
   if (lane_id() == 0) {
     barrier_expect(full, static_cast<uint32_t>(p.row_bytes));
-    bulk_load(stage, a.x + token * a.x_stride, static_cast<uint32_t>(a.x_bytes), full);
+    bulk_load(stage, p.from + token * p.from_stride, static_cast<uint32_t>(a.x_bytes), full);
+    if (a.scale_bytes) bulk_load(stage + p.scales_at, a.fp8_scales + token * a.scale_bytes, static_cast<uint32_t>(a.scale_bytes), full);
 #pragma unroll 1
     for (int s = 0; s < a.num_side; ++s) {
       bulk_load(stage + p.side_at[s], a.side[s].src + token * a.side[s].src_stride, static_cast<uint32_t>(a.side[s].bytes), full);
@@ -233,48 +234,13 @@ __device__ __forceinline__ void push_rows(const DispatchArgs& a, const MoveShape
   if (kAnnounce && lane_id() == 0) sh.queue.post(warp, count | Queue::kDone);
 }
 
-/// The same with rows quantised on their way: through registers to the stage.
-template <bool kAnnounce>
-__device__ void push_quantised(const DispatchArgs& a, const MoveShape& p, Shared& sh, std::byte* ring, Call call) {
-  const int warp = warp_id(), depth = p.push_ring;
-  Tickets tickets(&a.common.lane_control->tickets[call.copy][kTokenTicket], static_cast<int>(a.num_tokens), p.senders * p.pushers, 4);
-  int slot = 0;
-  uint32_t count = 0;
-  for (;;) {
-    const int token = tickets.take();
-    if (token < 0) break;
-    std::byte* stage = ring + static_cast<int64_t>(warp * depth + slot) * p.stage_bytes;
-    slot = slot + 1 == depth ? 0 : slot + 1;
-    bulk_wait_read_at_most(depth - 1);
-    __syncwarp();
-    Index index;
-    index.load(a, token, stage);
-    fetch_token(a, p, token, stage);
-    index.put(a, p);
-    fence_shared_to_bulk();
-    __syncwarp();
-    const uint32_t before = count;
-    count += send_stage<kAnnounce>(a, p, sh, stage, count);
-    bulk_commit();
-    if (kAnnounce && before) {
-      bulk_wait<1>();
-      __syncwarp();
-      if (lane_id() == 0) sh.queue.post(warp, before);
-    }
-  }
-  bulk_wait<0>();
-  __syncwarp();
-  if (kAnnounce && lane_id() == 0) sh.queue.post(warp, count | Queue::kDone);
-}
-
 __device__ __forceinline__ void send_part(const DispatchArgs& a, const MoveShape& p, Shared& sh, std::byte* ring, FirstRows* first, Call call) {
-  const bool quantised = a.quantize != Quantize::none;
   // Who lays rows out wants to know of each.
   bool all_stay = true;
   for (int d = 0; d < a.common.team.num_ranks; ++d) all_stay = all_stay && (d == a.common.team.rank || sh.offers[d].rows_stay());
   if (warp_id() < p.pushers) {
-    if (all_stay) quantised ? push_quantised<false>(a, p, sh, ring, call) : push_rows<false>(a, p, sh, ring, *first);
-    else quantised ? push_quantised<true>(a, p, sh, ring, call) : push_rows<true>(a, p, sh, ring, *first);
+    if (all_stay) push_rows<false>(a, p, sh, ring, *first);
+    else push_rows<true>(a, p, sh, ring, *first);
   } else if (!all_stay && warp_id() == kAnnouncer) {
     sh.queue.announce(a.common, call, p.pushers);
   }
