@@ -261,7 +261,7 @@ __device__ inline void place_chunk(const DispatchArgs& a, const Shared& s, int c
 /// s.running becomes the sum of the chunks before `chunk`. `total`: s.all becomes the sum with that chunk, which this block has counted
 /// (`own`: s.running has still its counts), and *bad tells whether one of the others had an id out of range. False: given up.
 __device__ inline bool sum_earlier(const DispatchArgs& a, const Shared& s, int chunk, bool own, bool total, bool* bad, uint32_t epoch) {
-  constexpr int kAtOnce = kHasBulk ? 16 : 8;  // sm_80 has too few registers
+  constexpr int kAtOnce = 8;
   const int columns = a.common.team.num_ranks + a.common.num_experts;
   const int parts = max(1, kThreads / columns);  // threads that share a column
   for (int i = static_cast<int>(threadIdx.x); i < columns; i += kThreads) {
