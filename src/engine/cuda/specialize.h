@@ -83,8 +83,8 @@ inline MoveShape move_shape(const DispatchArgs& a, int blocks) {
 struct CombineShape {
   int stages = 0, stage_bytes = 0;
   int push_stages = 0;  ///< behind these, for partial sums that are rows of y as they are; 0: none are, or all go through registers
-  int batch = 8;   ///< items whose rows a block looks up together; fewer where a block has few, so that sending and receiving mix
-  int lead = 900;  ///< tokens by which partial sums for other ranks are ahead of own tokens: about 40 us
+  int batch = 8;        ///< items whose rows a block looks up together; fewer where a block has few, so that sending and receiving mix
+  int lead = 900;       ///< tokens by which partial sums for other ranks are ahead of own tokens: about 40 us
 };
 inline constexpr int kMostCombineStages = 32, kMostPushStages = 5;
 /// Where more blocks share the rows, each has few, and registers carry them as fast.

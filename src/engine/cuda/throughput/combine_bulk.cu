@@ -1,11 +1,12 @@
 // Combine of two-byte floats by bulk copies. In each block one warp looks up which rows come next (scout), one brings them to a ring in
 // shared memory (loader), fourteen sum them, one announces what has been sent. A block first sums rows for other ranks and writes the
 // partial sums to them; its own tokens come so much later that the partial sums of the others are here by then. Sums and roundings
-// are those of combine.cu.
+// are those of combine.cu. On few blocks, rows that need no sum on the expert's side are sent by a warp and a ring of their own
+// (combine_push.cuh), and own tokens are summed as soon as what they need has come.
 //
-// Items are taken by ticket in ascending order, and a token's turn comes only when the partial sums that the others need up to there,
-// and some more, have been taken before it in the same ring or by other blocks. So of all that wait, the block with the smallest token
-// waits for a partial sum that nobody's wait holds up: no grid is too large for the SMs that are free.
+// Items are taken by ticket in ascending order. Where one ring serves both, a token's turn comes only when the partial sums that the
+// others need up to there, and some more, have been taken before it in the same ring or by other blocks. So of all that wait, the block
+// with the smallest token waits for a partial sum that nobody's wait holds up: no grid is too large for the SMs that are free.
 #include "engine/cuda/kernels.h"
 #include "engine/cuda/launch.h"
 #include "engine/cuda/throughput/bulk.h"

@@ -64,7 +64,15 @@ struct PushList {
 class Scout {
  public:
   __device__ Scout(const CombineArgs& a, const CombineShape& p, Shared& sh, Call call)
-      : a_(a), sh_(sh), call_(call), lead_(p.lead), batch_(p.batch), pushes_(p.push_stages == 0), k_(a.num_topk), me_(a.common.team.rank), ranks_(a.common.team.num_ranks) {}
+      : a_(a),
+        sh_(sh),
+        call_(call),
+        lead_(p.lead),
+        batch_(p.batch),
+        pushes_(p.push_stages == 0),
+        k_(a.num_topk),
+        me_(a.common.team.rank),
+        ranks_(a.common.team.num_ranks) {}
 
   __device__ void run() {
     const PushList list(sh_, ranks_, me_);
