@@ -122,7 +122,7 @@ struct RandomLimits {
   int64_t max_tokens = 24;
   int64_t max_hidden = 300;
   int max_experts = 17;
-  int max_topk = 9;
+  int min_topk = 1, max_topk = 9;
   bool shuffle_experts = true;  ///< expert_to_rank in any order, ranks without experts included
   double zero_tokens = 0.15;    ///< probability that a rank has none
   double specials = 0.05;       ///< of rows that are added
@@ -180,7 +180,7 @@ inline RandomProblem random_problem(uint64_t seed, const RandomLimits& limits) {
   d.experts = core::ExpertMap::of(p.expert_to_rank, limits.num_ranks);
   const int num_nodes = limits.several_nodes ? static_cast<int>(random.between(1, limits.num_ranks)) : 1;
   for (int r = 0; r < limits.num_ranks; ++r) p.node_of_rank.push_back(static_cast<int>(random.below(num_nodes)));
-  d.num_topk = static_cast<int>(random.between(1, limits.max_topk));
+  d.num_topk = static_cast<int>(random.between(limits.min_topk, limits.max_topk));
   d.hidden = random.between(1, limits.max_hidden);
   if (limits.aligned) d.hidden = (d.hidden + 127) / 128 * 128;
   d.dtype = random.one_of(limits.dtypes);
