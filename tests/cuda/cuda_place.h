@@ -28,6 +28,22 @@ inline bool has_fault() {
   return e != cudaSuccess;
 }
 
+/// Makes a GPU current, and again the one that was. Memory of a pool is only there for its own GPU, so every call that touches some is
+/// made with that GPU current, whichever thread it comes from.
+class CurrentGpu {
+ public:
+  explicit CurrentGpu(int device) {
+    cuda_ok(cudaGetDevice(&before_), "cudaGetDevice");
+    cuda_ok(cudaSetDevice(device), "cudaSetDevice");
+  }
+  ~CurrentGpu() { cudaSetDevice(before_); }
+  CurrentGpu(const CurrentGpu&) = delete;
+  CurrentGpu& operator=(const CurrentGpu&) = delete;
+
+ private:
+  int before_ = 0;
+};
+
 /// The pool that allocations come from. A piece that another stream has freed is given when that stream has passed the place, not to
 /// somebody who would have to wait for it: another virtual rank may be running there, and waiting for whoever asks. Nor does memory go
 /// back to the driver, which may be to wait for the GPU.
@@ -78,7 +94,7 @@ inline void keep_memory(int device) {
   static std::set<int> kept;
   const std::lock_guard lock(mutex);
   if (!kept.insert(device).second) return;
-  cuda_ok(cudaSetDevice(device), "cudaSetDevice");
+  const CurrentGpu current(device);
   pool_of(device);
   cudaStream_t stream = nullptr;
   void* p = nullptr;
@@ -111,6 +127,7 @@ class CudaPlace : public Place {
     t.device = device();
     const size_t bytes = span_bytes(host);
     if (bytes == 0) return t;
+    const CurrentGpu current(device_);
     void* p = nullptr;
     cuda_ok(cudaMallocAsync(&p, bytes, stream_), "cudaMallocAsync");  // cudaMalloc may wait for other virtual ranks
     memory_.push_back(p);
@@ -121,16 +138,21 @@ class CudaPlace : public Place {
   void give_back(const TensorView& there) override {
     const auto found = std::find(memory_.begin(), memory_.end(), there.data);
     if (found == memory_.end()) return;
+    const CurrentGpu current(device_);
     cuda_ok(cudaFreeAsync(*found, stream_), "cudaFreeAsync");
     memory_.erase(found);
   }
   // Copies from and to pageable memory are issued when the stream has got there: the driver's part in them is not one that may wait.
   void write(void* to, const void* from, size_t num_bytes) override {
+    const CurrentGpu current(device_);
     finish();
     cuda_ok(cudaMemcpyAsync(to, from, num_bytes, cudaMemcpyHostToDevice, stream_), "upload");
     cuda_ok(cudaStreamSynchronize(stream_), "upload");
   }
-  void fill(void* to, int value, size_t num_bytes) override { cuda_ok(cudaMemsetAsync(to, value, num_bytes, stream_), "fill"); }
+  void fill(void* to, int value, size_t num_bytes) override {
+    const CurrentGpu current(device_);
+    cuda_ok(cudaMemsetAsync(to, value, num_bytes, stream_), "fill");
+  }
   TensorView get(const TensorView& there) override {
     TensorView t = there;
     const size_t bytes = span_bytes(there);
@@ -143,6 +165,7 @@ class CudaPlace : public Place {
     host_.emplace_back(bytes + 16);
     host_bytes_ += bytes + 16;
     const std::string what = "download of " + std::to_string(bytes) + " bytes of " + there.to_string();
+    const CurrentGpu current(device_);
     cuda_ok(cudaStreamSynchronize(stream_), what.c_str());
     cuda_ok(cudaMemcpyAsync(host_.back().data(), there.data, bytes, cudaMemcpyDeviceToHost, stream_), what.c_str());
     cuda_ok(cudaStreamSynchronize(stream_), what.c_str());

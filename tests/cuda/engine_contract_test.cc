@@ -109,6 +109,21 @@ TEST_P(CudaContract, EqualsTheOracleByBulkCopies) {
   });
 }
 
+TEST_P(CudaContract, EqualsTheOracleWhereRowsAreQuantised) {
+  RandomLimits l = limits();
+  l.max_tokens = 150;
+  l.max_hidden = 2500;
+  l.dtypes = {DType::bf16, DType::fp16, DType::fp32};
+  l.aligned = l.fused = true;
+  check(700, 716, l, [](uint64_t seed, RunChoices& r) {
+    r.async = seed % 4 == 0;
+    r.receive = seed % 8 ? Receive::deferred : Receive::resident;
+    r.repeats = 2;
+    r.receive_bytes = size_t{512} << 20;
+    if (seed % 5 == 0) r.result = ResultKind::fresh;
+  });
+}
+
 std::vector<Case> cases() {
   std::vector<Case> all;
   for (Mode mode : {Mode::throughput, Mode::low_latency}) {

@@ -1,7 +1,7 @@
 // Ranks that share a GPU in one process: what the host of one does, however it does it, never waits for a kernel of another that waits
 // for this very rank.
+#include <future>
 #include <optional>
-#include <thread>
 
 #include "cuda/gpu_test.h"
 #include "cuda/replay.h"
@@ -41,7 +41,7 @@ class Rank {
     const TensorView freed = place_->put(bytes_of(large)), read = place_->put(bytes_of(large));
     issue();
     place_->give_back(freed);
-    reader_ = std::jthread([this, read] { (void)place_->get(read); });
+    reader_ = std::async(std::launch::async, [this, read] { (void)place_->get(read); });
   }
 
   /// The rank that all wait for, before it comes.
@@ -64,7 +64,7 @@ class Rank {
   }
 
   void finish() {
-    if (reader_.joinable()) reader_.join();
+    if (reader_.valid()) reader_.get();
     const DispatchResult result = pending_->wait();
     place_->finish();
     buffer_->check();
@@ -79,7 +79,7 @@ class Rank {
   std::unique_ptr<Buffer> old_, buffer_;
   DispatchResult kept_;
   std::optional<PendingDispatch> pending_;
-  std::jthread reader_;
+  std::future<void> reader_;  ///< waits for its end when it dies, and throws what went wrong
 };
 
 class Waits : public GpuTest {};

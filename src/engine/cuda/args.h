@@ -169,6 +169,11 @@ struct DispatchArgs {
   // Rows: what one consists of, after quantisation, in bytes.
   int64_t x_bytes = 0, scale_bytes = 0, x_block_stride = 0;
 
+  /// The rows and their scales where they are quantised before they are moved (throughput/quantize_ahead.cu), x_block_stride and
+  /// scale_bytes apart; else null.
+  std::byte *fp8 = nullptr, *fp8_scales = nullptr;
+  bool plans_beside = false;  ///< the plan kernel need not wait for that
+
   // The block that peers write, `block_rows` rows, at `block` of the own arena. Exact size: ranks differ in their rows, and so in
   // the offsets of what lies behind x: whoever writes takes them from the rows that were offered (block_offsets). Where the region
   // lacks room for all `total_rows`, the ids of all come at once, and the rows in rounds: in round i those from i * block_rows on.
@@ -274,6 +279,7 @@ enum LocalFlag : int {
   kPlanReady,  ///< headers have come, tables of rows are made
   kCounted,    ///< counts and offsets of experts are those of the result
   kAdmitted,   ///< ids of received rows have come too
+  kQuantised,  ///< x is, where that is done ahead
   kPlaced,     ///< kPlaced + chunk: its pairs have their places
   kNumFlags = kPlaced + kMaxChunks
 };
@@ -290,7 +296,8 @@ enum Ticket : int {
   kSendRoleTicket,     ///< move: who sends
   kReceiveRoleTicket,  ///< move, straight: who waits for the others
   kPushTicket,         ///< combine: partial sums for others,
-  kReduceTicket        ///<   own tokens
+  kReduceTicket,       ///<   own tokens
+  kAheadTicket         ///< quantize_ahead: blocks that are done
 };
 
 /// Tokens are cut into chunks alike on every rank, so that all know how many chunks a source has.

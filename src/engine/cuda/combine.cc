@@ -209,6 +209,7 @@ DeviceDispatch PendingCall::finish_dispatch() {
   out.arrived = a.arrived;
   out.is_lease = result->is_lease();
   block.reset();
+  fp8.reset();
   return out;
 }
 

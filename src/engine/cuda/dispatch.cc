@@ -291,6 +291,18 @@ void Engine::place_call(const turnout::DispatchArgs& args, PendingCall& call) co
   call.result = call.block;
 }
 
+/// What bulk copies move, in memory of its own. Blocks of the plan kernel, which share an SM with nobody, find some free.
+void Engine::quantize_ahead(PendingCall& call, int num_sms) const {
+  DispatchArgs& a = call.dispatch;
+  const int64_t scales = up(a.num_tokens * a.x_block_stride, 128), bytes = scales + a.num_tokens * a.scale_bytes;
+  call.fp8 = std::make_shared<Hold>(shared_, shared_->own, static_cast<size_t>(std::max<int64_t>(bytes, 128)), call.stream);
+  a.fp8 = call.fp8->data();
+  a.fp8_scales = a.fp8 + scales;
+  a.plans_beside = sharers_ == 1 && !a.cached && a.capacity >= 0;
+  const int most = std::max(num_sms_ / 2, num_sms_ - num_chunks(a.num_tokens));
+  check(launch_quantize_ahead(a, blocks(num_sms > 0 ? std::min(num_sms, most) : most), call.stream), "quantize_ahead kernel");
+}
+
 /// The first kernel of a call but for exact size, where it is the second.
 void Engine::open_call(PendingCall& call, int plan_blocks) {
   DispatchArgs& a = call.dispatch;
@@ -330,7 +342,7 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
   else make_routing(args, *pending, plan_blocks);
   place_call(args, *pending);
   // Bulk copies need few SMs where they only send; offers say how many blocks will announce.
-  const bool bulk = can_move_bulk(a);
+  const bool ahead = can_quantize_ahead(a), bulk = ahead || can_move_bulk(a);
   a.move_blocks = bulk ? blocks(args.num_sms > 0 ? args.num_sms : default_move_sms(a)) : move_blocks;
   // Kernels that wait for the ones before them while they hold SMs must not keep out what those wait for: another rank's kernels on
   // this GPU. So only alone on it.
@@ -343,6 +355,7 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
     a.common.own_epoch = reinterpret_cast<uint32_t*>(a.arrived + num_ranks_) + kNumFlags;
     check(cudaMemsetAsync(a.arrived, 0, bytes, stream), "cudaMemset");
   }
+  if (ahead) quantize_ahead(*pending, args.num_sms);
   open_call(*pending, plan_blocks);
   prepare_rounds(lane, stream);
   ++lane.num_sends;
@@ -356,6 +369,7 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
     lane.rounds_issued = 1;
     issue_rounds(*pending, move_blocks);
     lane.rounds = lane.rounds_issued = 0;
+    pending->fp8.reset();
     return pending;
   }
   check(launch_move(a, true, false, a.move_blocks, stream), "move kernel");

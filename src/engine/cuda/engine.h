@@ -53,7 +53,7 @@ struct Shared {
         device(device_),
         stream(transport::device::side_stream(device_)),
         pool(std::make_shared<transport::device::MemoryPool>(device_)),
-        region(arena.receive, arena.receive_bytes),
+        region(device_, arena.receive, arena.receive_bytes),
         results(device_, allocator, stream, pool, alone),
         own(device_, nullptr, stream, pool, alone),
         leases(*window, arena, pool, stream) {}
@@ -186,6 +186,7 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
   void make_routing(const turnout::DispatchArgs& args, PendingCall& call, int plan_blocks);
   void reuse_routing(PendingCall& call, std::shared_ptr<const RoutingMemory> cached) const;
   void place_call(const turnout::DispatchArgs& args, PendingCall& call) const;
+  void quantize_ahead(PendingCall& call, int num_sms) const;
   void open_call(PendingCall& call, int plan_blocks);
   uint32_t room() const;
   bool may_need_rounds(const DispatchArgs& a, const RoutingMemory& r) const;

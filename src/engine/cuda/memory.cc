@@ -38,6 +38,7 @@ cudaEvent_t Fences::take_event() {
     spare_.pop_back();
     return e;
   }
+  const transport::device::CurrentDevice current(device_);  // an event of another device could not be recorded
   cudaEvent_t e = nullptr;
   check(cudaEventCreateWithFlags(&e, cudaEventDisableTiming), "cudaEventCreate");
   return e;

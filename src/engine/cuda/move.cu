@@ -178,6 +178,7 @@ cudaError_t prepare_move() {
                              reinterpret_cast<const void*>(move_kernel<false, true>)}) {
     if (const cudaError_t bad = cudaFuncGetAttributes(&unused, kernel)) return bad;
   }
+  if (const cudaError_t bad = prepare_quantize_ahead()) return bad;
   return prepare_move_bulk();
 }
 

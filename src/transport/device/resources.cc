@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "transport/device/driver.h"
+#include "turnout/error.h"
 
 namespace turnout::transport::device {
 
@@ -102,7 +103,7 @@ std::shared_ptr<void> borrow_pinned(size_t num_bytes) {
           }};
 }
 
-MemoryPool::MemoryPool(int device) {
+MemoryPool::MemoryPool(int device) : device_(device) {
   const CurrentDevice current(device);
   cudaMemPoolProps props{};
   props.allocType = cudaMemAllocationTypePinned;
@@ -125,11 +126,19 @@ MemoryPool::MemoryPool(int device) {
 MemoryPool::~MemoryPool() { (void)cudaMemPoolDestroy(pool_); }
 
 std::byte* MemoryPool::allocate(size_t num_bytes, cudaStream_t stream, std::string_view what) {
+  const CurrentDevice current(device_);
   void* data = nullptr;
   check(cudaMallocFromPoolAsync(&data, num_bytes, pool_, stream), what);
   return static_cast<std::byte*>(data);
 }
 
-void MemoryPool::free(std::byte* data, cudaStream_t stream) noexcept { (void)cudaFreeAsync(data, stream); }
+void MemoryPool::free(std::byte* data, cudaStream_t stream) noexcept {
+  try {
+    const CurrentDevice current(device_);
+    (void)cudaFreeAsync(data, stream);
+  } catch (const TransportError&) {
+    // The context is gone, and the memory with it.
+  }
+}
 
 }  // namespace turnout::transport::device

@@ -20,9 +20,9 @@ std::shared_ptr<CUstream_st> borrow_stream(int device);
 /// Throws: TransportError.
 std::shared_ptr<void> borrow_pinned(size_t num_bytes);
 
-/// Memory in order of streams, out of a pool of its own. The pool of the device would give a piece that another stream has freed but
-/// is still using, and make the taker wait for that stream; it would also give memory back to the driver at any synchronisation.
-/// Nothing goes back to the driver while the pool lives.
+/// Memory in order of streams, out of a pool of its own; asked for by threads with any device current. The pool of the device would give a piece that
+/// another stream has freed but is still using, and make the taker wait for that stream; it would also give memory back to the driver at any
+/// synchronisation. Nothing goes back to the driver while the pool lives.
 class MemoryPool {
  public:
   /// Has its first memory when this returns. Throws: TransportError.
@@ -37,6 +37,7 @@ class MemoryPool {
   void free(std::byte* data, cudaStream_t stream) noexcept;
 
  private:
+  const int device_;
   cudaMemPool_t pool_ = nullptr;
 };
 

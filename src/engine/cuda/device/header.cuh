@@ -11,11 +11,12 @@ struct FactWords {
   uint32_t words[kNum];
 };
 
-/// One thread fills it; the block must synchronise before others read.
-__device__ inline void fill_facts(const Common& c, uint32_t epoch, bool refused, int64_t num_tokens, FactWords* out, uint32_t room = 0) {
+/// One thread fills it; the block must synchronise before others read. `hash_of_experts`: if it has been asked for already.
+__device__ inline void fill_facts(const Common& c, uint32_t epoch, bool refused, int64_t num_tokens, FactWords* out, uint32_t room = 0,
+                                  int64_t hash_of_experts = 0) {
   CallFacts facts = c.facts;
   facts.epoch = epoch;
-  if (c.experts && facts.generation == 0) facts.generation = c.experts->hash;
+  if (c.experts && facts.generation == 0) facts.generation = hash_of_experts ? hash_of_experts : c.experts->hash;
   const auto* values = reinterpret_cast<const int64_t*>(&facts);
   static_assert(sizeof(CallFacts) == HeaderInts::kNumFacts * 8, "the header carries all facts");
   uint64_t hash = 14695981039346656037ull;
@@ -113,6 +114,42 @@ __device__ inline bool headers_agree(const Common& c, Call call) {
            theirs.y == mine.y && theirs.z == 0;
   }
   return __syncthreads_and(good);
+}
+
+struct FirstWords {
+  uint32_t of[kMaxRanks][3];
+};
+/// For blocks that do not receive the headers themselves and cannot wait until the block that does has made its tables. Threads
+/// [0, count) read what all ranks send each other: begin[d] grows by where this rank's rows begin at rank d, from[s] becomes what rank s
+/// sends here. The block must synchronise before it reads them, and then ask all_agree(). Where the arena is memory of the host, looks
+/// are traffic: not for that.
+__device__ inline bool read_begins(const Common& c, Call call, int thread, int count, int32_t* begin, int32_t* from, FirstWords* told) {
+  constexpr int kFirst = HeaderInts::kRows / kWordPayload;
+  const int num_ranks = c.team.num_ranks, me = c.team.rank, words = (HeaderInts::kRows + num_ranks - 1) / kWordPayload - kFirst + 2;
+  bool good = true;
+  for (int i = thread; good && i < words * num_ranks; i += count) {
+    const int source = i / words, w = i % words == 0 ? 0 : kFirst + i % words - 1;
+    uint4 word;
+    good = wait_word(c, Phase::local_blocks, me, call.epoch, false, header_from(c, call, source) + w, &word);
+    const uint32_t p[kWordPayload] = {word.x, word.y, word.z};
+#pragma unroll
+    for (int j = 0; j < kWordPayload; ++j) {
+      const int d = w * kWordPayload + j - HeaderInts::kRows;
+      if (w == 0) told->of[source][j] = p[j];
+      if (d < 0 || d >= num_ranks) continue;
+      if (d == me) from[source] = static_cast<int32_t>(p[j]);
+      if (source < me) atomicAdd(&begin[d], static_cast<int32_t>(p[j]));
+    }
+  }
+  return good;
+}
+/// As headers_agree(), of what has been read.
+__device__ __forceinline__ bool all_agree(const Common& c, const FirstWords& told) {
+  bool good = true;
+  for (int s = 0; s < c.team.num_ranks; ++s) {
+    good = good && told.of[s][0] == told.of[c.team.rank][0] && told.of[s][1] == told.of[c.team.rank][1] && told.of[s][2] == 0;
+  }
+  return good;
 }
 
 __device__ __forceinline__ void send_offer(const Common& c, Call call, int rank, size_t block, int64_t rows, uint32_t channels) {

@@ -120,6 +120,9 @@ __device__ __forceinline__ void store_stream(uint4* p, uint4 v) {
   asm volatile("st.global.L1::no_allocate.v4.u32 [%0],{%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
+/// Of `threads` threads of a block, which are whole warps; no other barrier of the kernel has the number.
+__device__ __forceinline__ void sync_some(int number, int threads) { asm volatile("bar.sync %0,%1;" ::"r"(number), "r"(threads) : "memory"); }
+
 /// Kernels of one call follow each other closely (launch.h): the next may start once every block has said so; wait_for_previous
 /// returns when the kernel before has ended and what it wrote can be read.
 __device__ __forceinline__ void let_next_start() {
@@ -181,6 +184,17 @@ __device__ __forceinline__ uint64_t evict_first_policy() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0,1.0;" : "=l"(policy));
   return policy;
+}
+/// load_stream_if of such lines.
+__device__ __forceinline__ uint4 load_once_if(bool wanted, const uint4* p, uint64_t policy) {
+  uint4 v;
+  asm volatile(
+      "{.reg .pred q; setp.ne.u32 q,%5,0; mov.u32 %0,0; mov.u32 %1,0; mov.u32 %2,0; mov.u32 %3,0;"
+      " @q ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3},[%4],%6;}"
+      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+      : "l"(p), "r"(static_cast<uint32_t>(wanted)), "l"(policy)
+      : "memory");
+  return v;
 }
 __device__ __forceinline__ void bulk_store(void* global, const void* shared, uint32_t bytes, uint64_t policy) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0],[%1],%2,%3;" ::"l"(global), "r"(shared_address(shared)), "r"(bytes),

@@ -41,15 +41,13 @@ __device__ __forceinline__ uint32_t quantize_pair(uint32_t word, float inverse) 
 
 }  // namespace detail
 
-namespace detail {
-
-/// 128 words of a row, of which each lane has four, to shared memory.
+/// 128 words of a row from word `w0` on, of which each lane has four: zeros behind the end. The whole warp calls it.
 template <bool kBf16>
 __device__ __forceinline__ void quantize_words(const uint4* v, int w0, int words, Quantize how, std::byte* q, std::byte* scales) {
   const int lane = lane_id();
   uint32_t amax[4];
 #pragma unroll
-  for (int j = 0; j < 4; ++j) amax[j] = finite_amax<kBf16>(v[j]);
+  for (int j = 0; j < 4; ++j) amax[j] = detail::finite_amax<kBf16>(v[j]);
   // Four blocks at once over the 16 lanes that hold them: at each step a lane keeps half of what it has; in the end block lane % 4.
   const bool odd = lane & 1, second = lane & 2;
   const uint32_t a = max(odd ? amax[1] : amax[0], __shfl_xor_sync(kFull, odd ? amax[0] : amax[1], 1));
@@ -57,7 +55,7 @@ __device__ __forceinline__ void quantize_words(const uint4* v, int w0, int words
   uint32_t mine = max(second ? b : a, __shfl_xor_sync(kFull, second ? a : b, 2));
   mine = max(mine, __shfl_xor_sync(kFull, mine, 4));
   mine = max(mine, __shfl_xor_sync(kFull, mine, 8));
-  float scale = core::scale_of(widen_half<kBf16>(mine));
+  float scale = core::scale_of(detail::widen_half<kBf16>(mine));
   uint8_t exponent = 0;
   if (how == Quantize::fp8_e4m3_ue8m0) {
     exponent = core::float_to_ue8m0_up(scale);
@@ -65,7 +63,7 @@ __device__ __forceinline__ void quantize_words(const uint4* v, int w0, int words
   }
   const float inverse = 1.0f / scale;
   const int block = (w0 + lane % 4 * 32 + lane / 16 * 16) / 16;
-  if (lane % 16 < 4 && block < words / 16) {
+  if (lane % 16 < 4 && block < (words + 15) / 16) {
     if (how == Quantize::fp8_e4m3) reinterpret_cast<float*>(scales)[block] = scale;
     else scales[block] = static_cast<std::byte>(exponent);
   }
@@ -74,40 +72,8 @@ __device__ __forceinline__ void quantize_words(const uint4* v, int w0, int words
     const float by = __shfl_sync(kFull, inverse, lane / 16 * 16 + j);
     const int w = w0 + j * 32 + lane;
     if (w >= words) continue;
-    reinterpret_cast<uint2*>(q)[w] = uint2{quantize_pair<kBf16>(v[j].x, by) | quantize_pair<kBf16>(v[j].y, by) << 16,
-                                           quantize_pair<kBf16>(v[j].z, by) | quantize_pair<kBf16>(v[j].w, by) << 16};
-  }
-}
-
-}  // namespace detail
-
-/// `hidden`: a multiple of 128; x: 16-byte aligned. q and scales lie in shared memory. The whole warp calls it. What takes time is to
-/// wait for memory, so the next words come while some are quantised.
-template <bool kBf16>
-__device__ __forceinline__ void quantize_to_shared(const std::byte* x, int hidden, Quantize how, std::byte* q, std::byte* scales) {
-  constexpr int kEach = 4;
-  const int words = hidden / 8;
-  const auto load = [&](uint4(&v)[kEach], int w0) {
-#pragma unroll
-    for (int j = 0; j < kEach; ++j) {
-      const int w = w0 + j * 32 + lane_id();
-      v[j] = load_stream_if(w < words, reinterpret_cast<const uint4*>(x) + min(w, words - 1));
-    }
-  };
-  const auto quantize = [&](const uint4(&v)[kEach], int w0) {
-#pragma unroll
-    for (int j = 0; j < kEach; j += 4) {
-      if (w0 + j * 32 < words) detail::quantize_words<kBf16>(v + j, w0 + j * 32, words, how, q, scales);
-    }
-  };
-  uint4 now[kEach], next[kEach];
-  load(now, 0);
-#pragma unroll 1
-  for (int w0 = 0; w0 < words; w0 += 2 * kEach * 32) {
-    load(next, w0 + kEach * 32);
-    quantize(now, w0);
-    load(now, w0 + 2 * kEach * 32);
-    quantize(next, w0 + kEach * 32);
+    reinterpret_cast<uint2*>(q)[w] = uint2{detail::quantize_pair<kBf16>(v[j].x, by) | detail::quantize_pair<kBf16>(v[j].y, by) << 16,
+                                           detail::quantize_pair<kBf16>(v[j].z, by) | detail::quantize_pair<kBf16>(v[j].w, by) << 16};
   }
 }
 #endif

@@ -80,16 +80,13 @@ __device__ __forceinline__ void count_arrival(const DispatchArgs& a, int source)
   atomicAdd_system(reinterpret_cast<unsigned long long*>(&a.arrived[source]), 1ull);
 }
 
-/// A warp lays out rows that stay, until no tickets are left. Bulk loads bring the next row while one is laid out; what is quantised
-/// comes through registers.
+/// A warp lays out rows that stay, until no tickets are left. Bulk loads bring the next row while one is laid out.
 __device__ void lay_out_own(const DispatchArgs& a, const MoveShape& p, const Shared& sh, Worker* w, int warps, Call call) {
   const int me = a.common.team.rank;
-  const bool quantised = a.quantize != Quantize::none;
   Tickets tickets(&a.common.lane_control->tickets[call.copy][kOwnTicket], sh.begins[me + 1] - sh.begins[me], warps, 1);
   const auto load = [&](int item) {
     if (item < 0) return -1;
     const int token = __ldcg(a.routing.own_tokens + item);
-    if (quantised) return token;
     bulk_wait_read_at_most(p.work_ring - 2);  // the row before is not stored yet
     __syncwarp();
     load_stage(a, p, w->stage(p), w->full + w->slot, token);
@@ -105,16 +102,8 @@ __device__ void lay_out_own(const DispatchArgs& a, const MoveShape& p, const Sha
     const int next_token = load(next);
     int to[2];
     find_places(a, sh.begins[me] + item, token, to);
-    if (quantised) {
-      bulk_wait_read_at_most(p.work_ring - 1);
-      __syncwarp();
-      fetch_token(a, p, token, stage);
-      fence_shared_to_bulk();
-      __syncwarp();
-    } else {
-      barrier_wait(w->full + slot, w->phases >> slot & 1);
-      w->phases ^= 1u << slot;
-    }
+    barrier_wait(w->full + slot, w->phases >> slot & 1);
+    w->phases ^= 1u << slot;
     place_stage(a, p, stage, to);
     count_arrival(a, me);
     item = next;
@@ -226,13 +215,16 @@ __global__ void __launch_bounds__(kThreads, 1) bulk_move_kernel(const __grid_con
       sh.role = static_cast<int>(atomicAdd(&c.lane_control->tickets[call.copy][a.straight ? kReceiveRoleTicket : kSendRoleTicket], 1u));
     }
   }
-  __syncthreads();
+  bool here = true;
+  if (a.chained && a.fp8 && threadIdx.x == 32) here = wait_local(c, call.epoch, &a.flags[kQuantised]);
+  here = __syncthreads_and(here);
+  if (a.fp8) fence_global_to_bulk();
   const int role = sh.role, senders = min(p.senders, blocks);
   const bool sends = kSend && (a.straight || role < senders);
   FirstRows first;
-  const bool loads = sends && a.quantize == Quantize::none && warp_id() < p.pushers;
+  const bool loads = sends && here && warp_id() < p.pushers;
   if (loads) first.load(a, p, sh, ring, call);
-  const bool ready = set_up(a, sh, call);
+  const bool ready = set_up(a, sh, call) && here;
   if (!ready && loads) first.drop(p, sh);
   if (ready) {
     if (sends) send_part(a, p, sh, ring, &first, call);
@@ -258,14 +250,14 @@ bool aligned(const void* p, int64_t a = 0, int64_t b = 0) {
 
 }  // namespace
 
-bool can_move_bulk(const DispatchArgs& a) {
+/// `ahead`: x is quantised before.
+static bool can_move(const DispatchArgs& a, bool ahead) {
   if (!has_bulk() || a.round != 0 || a.block_rows != a.total_rows || a.x_bytes == 0 || a.num_tokens >= 1 << 25 || a.block_rows >= 1 << 25)
     return false;
-  if (!aligned(a.x, a.x_stride, a.x_bytes) || !aligned(nullptr, a.x_block_stride)) return false;
+  if (!aligned(nullptr, a.x_bytes, a.x_block_stride) || (!ahead && !aligned(a.x, a.x_stride))) return false;
   if (!a.straight && !aligned(a.out_x, a.out_stride)) return false;
   if (a.quantize != Quantize::none) {
-    const bool half = a.dtype == DType::bf16 || a.dtype == DType::fp16;
-    if (!half || a.hidden % 128 != 0 || a.scale_bytes % 16 != 0 || !aligned(a.out_scales)) return false;
+    if (!ahead || a.scale_bytes % 16 != 0 || (!a.straight && !aligned(a.out_scales))) return false;
   }
   for (int s = 0; s < a.num_side; ++s) {
     const SideArray& side = a.side[s];
@@ -274,6 +266,9 @@ bool can_move_bulk(const DispatchArgs& a) {
   const MoveShape p = move_shape(a, 1);
   return p.zero_at / p.stage_bytes >= 4;  // rows so long that no ring holds them go the general way
 }
+
+bool can_move_bulk(const DispatchArgs& a) { return can_move(a, a.fp8 != nullptr); }
+bool can_quantize_ahead(const DispatchArgs& a) { return a.quantize != Quantize::none && can_move(a, true); }
 
 cudaError_t launch_move_bulk(const DispatchArgs& a, bool send, bool receive, int blocks, cudaStream_t stream) {
   const MoveShape p = move_shape(a, blocks);
