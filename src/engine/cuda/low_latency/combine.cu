@@ -57,32 +57,6 @@ __device__ __forceinline__ void send_books(const auto& w, const Terms<kHalves>& 
   }
 }
 
-/// The rows of other ranks that worker `worker` owes a partial sum, one after the other: row `i` of `source`, which is row n here.
-struct Owed {
-  int source, first, at;  ///< rows of the sources before `source`
-
-  __device__ Owed(const auto& w, int worker) : source((w.a.common.team.rank + 1) % w.a.common.team.num_ranks), first(0), at(worker) {}
-  __device__ bool next(const auto& w, int* n, uint4** to) {
-    const Common& c = w.a.common;
-#pragma unroll 1
-    while (source != c.team.rank) {
-      // A source with more tokens than there is staging for refuses the call, but later than this.
-      const Arena& arena = c.arena;
-      const int room = static_cast<int>(arena.ll_tokens) * arena.ll_combine_copies - w.records[source];
-      const int rows = min(w.begins[source + 1] - w.begins[source], room), i = at - first;
-      if (i < rows) {
-        *n = w.begins[source] + i;
-        *to = reinterpret_cast<uint4*>(c.team.base[source] + c.arena.ll_combine_at(c.lane, w.call.copy, 0, w.records[source] + i));
-        at += num_workers();
-        return true;
-      }
-      first += rows;
-      source = (source + 1) % c.team.num_ranks;
-    }
-    return false;
-  }
-};
-
 template <DType kType>
 __device__ __forceinline__ void send_unit(const auto& w, uint4* to, int unit, const uint32_t* p) {
   if (unit >= w.f.units) return;
@@ -400,7 +374,8 @@ cudaError_t launch_ll_combine(const CombineArgs& a, int blocks, cudaStream_t str
 }
 
 cudaError_t prepare_ll_combine() {
-  for (const cudaError_t bad : {low_latency::find_shared_bytes(), low_latency::load<DType::bf16>(), low_latency::load<DType::fp16>(), low_latency::load<DType::fp32>()}) {
+  for (const cudaError_t bad :
+       {low_latency::find_shared_bytes(), low_latency::load<DType::bf16>(), low_latency::load<DType::fp16>(), low_latency::load<DType::fp32>()}) {
     if (bad) return bad;
   }
   return cudaSuccess;

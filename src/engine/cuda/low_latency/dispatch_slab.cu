@@ -110,8 +110,7 @@ __device__ __forceinline__ void send_words(const SlabArgs& a, const Found& found
 #pragma unroll 1
   for (uint32_t left = found.remote; left; left &= left - 1) {
     const int k = __ffs(static_cast<int>(left)) - 1;
-    auto* to =
-        reinterpret_cast<uint4*>(c.team.base[found.key[k]] + c.arena.ll_dispatch_at(c.lane, call.copy, c.team.rank, row_of(found, k, warps)));
+    auto* to = reinterpret_cast<uint4*>(c.team.base[found.key[k]] + c.arena.ll_dispatch_at(c.lane, call.copy, c.team.rank, row_of(found, k, warps)));
 #pragma unroll 1
     for (int w = first; w < end; w += step) {
       const uint32_t* p = reinterpret_cast<const uint32_t*>(row) + kWordPayload * w;

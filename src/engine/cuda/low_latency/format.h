@@ -16,7 +16,7 @@ concept AnyDispatch = std::derived_from<T, DispatchArgs>;
 /// What most low_latency dispatches are: to a slab, with new ids, bf16 to fp8. Constants hide the members of the same name.
 struct SlabArgs : DispatchArgs {
   explicit SlabArgs(const DispatchArgs& a) : DispatchArgs(a) {}
-  static constexpr bool kAlignedIds = true, kOneTokenAThread = true;
+  static constexpr bool kAlignedIds = true;
   static constexpr int num_topk = 8, num_side = 0, alignment = 1;
   static constexpr bool cached = false, has_weights = true, weights_are_bf16 = false;
   static constexpr DType dtype = DType::bf16;

@@ -1,4 +1,4 @@
-// The parts of a token that come back: on which ranks they are, where they land, and the wait for them.
+// The parts of a token that come back: on which ranks they are, where they land, and the wait for them; and those that are owed to others.
 #pragma once
 #include "engine/cuda/low_latency/terms.cuh"
 
@@ -57,6 +57,32 @@ __device__ __forceinline__ int next_part(const Parts<kHalves>& p, int after, int
   *at = place_on(p, static_cast<int>(best));
   return static_cast<int>(best);
 }
+
+/// The rows of other ranks that worker `worker` owes a partial sum, one after the other: row `i` of `source`, which is row n here.
+struct Owed {
+  int source, first, at;  ///< rows of the sources before `source`
+
+  __device__ Owed(const auto& w, int worker) : source((w.a.common.team.rank + 1) % w.a.common.team.num_ranks), first(0), at(worker) {}
+  __device__ bool next(const auto& w, int* n, uint4** to) {
+    const Common& c = w.a.common;
+#pragma unroll 1
+    while (source != c.team.rank) {
+      // A source with more tokens than there is staging for refuses the call, but later than this.
+      const Arena& arena = c.arena;
+      const int room = static_cast<int>(arena.ll_tokens) * arena.ll_combine_copies - w.records[source];
+      const int rows = min(w.begins[source + 1] - w.begins[source], room), i = at - first;
+      if (i < rows) {
+        *n = w.begins[source] + i;
+        *to = reinterpret_cast<uint4*>(c.team.base[source] + c.arena.ll_combine_at(c.lane, w.call.copy, 0, w.records[source] + i));
+        at += num_workers();
+        return true;
+      }
+      first += rows;
+      source = (source + 1) % c.team.num_ranks;
+    }
+    return false;
+  }
+};
 
 /// Waits for a unit of a partial sum and for its mask. Where the mask is 0 nothing else comes.
 template <DType kType>

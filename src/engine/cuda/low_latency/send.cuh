@@ -68,8 +68,7 @@ __device__ __forceinline__ int entry_of(const AnyDispatch auto& a, const Entries
   return k >= a.num_topk ? -1 : static_cast<uint32_t>(id + 1) <= static_cast<uint32_t>(a.common.num_experts) ? id : -2;
 }
 
-/// What is loaded before anything else is known: of the first token of a block, and of those before it. `is_there` is the same in all
-/// threads.
+/// Loaded before anything else is known: of the first token of a block, and of those before it. `is_there`: alike in all threads.
 struct Early {
   uint4 x[2];
   Entries mine, other;  ///< the token's, and those of the token whose number is this thread's
@@ -219,13 +218,9 @@ __device__ __forceinline__ void find_places_plain(const AnyDispatch auto& a, con
         if (id[k] >= 0) found[k] += n | (ranks >> dest[k] & 1) << 16;
       }
     };
-    if constexpr (requires { a.kOneTokenAThread; }) {
-      look_at(thread(), early.other);
-    } else {
 #pragma unroll 1
-      for (int64_t u = thread(); u - lane_id() < token; u += num_threads())
-        look_at(u, use_early && u == thread() ? early.other : ask_entries(a, u, u < token));
-    }
+    for (int64_t u = thread(); u - lane_id() < token; u += num_threads())
+      look_at(u, use_early && u == thread() ? early.other : ask_entries(a, u, u < token));
     uint32_t sum = 0;
 #pragma unroll
     for (int k = 0; k < kMost; ++k) {

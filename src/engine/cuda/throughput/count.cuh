@@ -7,7 +7,7 @@
 
 namespace turnout::engine::cuda::count {
 
-inline constexpr int kThreads = 608;  ///< more would have too few registers
+inline constexpr int kThreads = 512;  ///< more would have too few registers
 inline constexpr int kPairs = 2048;   ///< pairs of a step, in shared memory
 inline constexpr int kGroup = 32;     ///< pairs that find their place by looking at each other: a warp
 
@@ -163,7 +163,6 @@ __device__ __forceinline__ bool load_step(const DispatchArgs& a, const Shared& s
     s.slot[i] = id >= 0 ? s.owner[id] : -1;
     s.weight[i] = __uint_as_float(asked.weight[j]);
   }
-  if (bad) tell_bad_ids(a, step, epoch);
   if (kGroup % a.num_topk != 0) __syncthreads();
 #pragma unroll
   for (int j = 0; j < Asked::kEach; ++j) {
@@ -172,6 +171,7 @@ __device__ __forceinline__ bool load_step(const DispatchArgs& a, const Shared& s
     const int id = i < step.n ? id_of(asked.id[j]) : -1;
     s.first[i] = look_at_group(a, s, i, id, id >= 0 ? s.owner[id] : -1, id_bits, rank_bits);
   }
+  if (bad) tell_bad_ids(a, step, epoch);
   return __syncthreads_or(bad);
 }
 
@@ -261,7 +261,7 @@ __device__ inline void place_chunk(const DispatchArgs& a, const Shared& s, int c
 /// s.running becomes the sum of the chunks before `chunk`. `total`: s.all becomes the sum with that chunk, which this block has counted
 /// (`own`: s.running has still its counts), and *bad tells whether one of the others had an id out of range. False: given up.
 __device__ inline bool sum_earlier(const DispatchArgs& a, const Shared& s, int chunk, bool own, bool total, bool* bad, uint32_t epoch) {
-  constexpr int kAtOnce = 8;
+  constexpr int kAtOnce = 16;
   const int columns = a.common.team.num_ranks + a.common.num_experts;
   const int parts = max(1, kThreads / columns);  // threads that share a column
   for (int i = static_cast<int>(threadIdx.x); i < columns; i += kThreads) {
