@@ -294,7 +294,8 @@ __device__ void admit(const DispatchArgs& a, Call call, int32_t* begins) {
     bool told = true;
     for (int s = static_cast<int>(threadIdx.x); told && s < c.team.num_ranks; s += kThreads) {
       uint4 word;
-      told = wait_word(c, Phase::local_blocks, c.team.rank, call.epoch, false, header_from(c, call, s), &word);
+      const uint4* from = c.through_host ? reinterpret_cast<const uint4*>(a.begins) + s : header_from(c, call, s);
+      told = wait_word(c, Phase::local_blocks, c.team.rank, call.epoch, false, from, &word);
     }
     if (!__syncthreads_and(told)) return;
     let_next_start();

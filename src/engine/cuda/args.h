@@ -50,6 +50,7 @@ struct HostWords {
 struct Control {
   uint64_t generation = 0;  ///< recovers so far; the Buffer is aborted while the arena's status word is above it
   uint64_t timeout_ns = 0, busy_ns = 0;
+  uint64_t status = 0;  ///< through the host: the arena's status word, as far as kernels of this rank have seen it
 };
 
 /// Per lane, in this GPU's memory.
@@ -127,6 +128,8 @@ struct Common {
   int lane = 0;
   /// Arenas are memory of the host: what peers write here is behind PCIe (host_link.h). The same on all ranks.
   bool through_host = false;
+  /// Through the host, else null: [depth][R][4] what other ranks offer, as one block of this rank has read it: flagged words.
+  uint32_t* offers = nullptr;
   /// The call is the one issued `back` calls ago on its lane (0: the one being issued: its epoch is the word in LaneControl + 1).
   int back = 0;
   /// Of a call that receives beside later calls: where the kernel that ends the sending part leaves the epoch for it; else null.

@@ -135,6 +135,7 @@ Engine::Engine(DeviceEngineSetup setup)
       lane.chunk_counts = at.take<uint64_t>(kMaxChunks * columns);
       lane.flags = at.take<uint32_t>(kNumFlags);
       lane.begins = at.take<uint32_t>(4 * (num_ranks_ + 1));
+      lane.offers = shared_->through_host() ? at.take<uint32_t>(4 * num_ranks_ * shared_->arena.depth) : nullptr;
     }
     return at.num_bytes();
   };
@@ -192,6 +193,7 @@ Common Engine::common(int lane, const CallFacts& facts, int num_calls_ago, bool 
   c.max_local = max_local_;
   c.lane = lane;
   c.through_host = shared_->through_host();
+  c.offers = lanes_[static_cast<size_t>(lane)].offers;
   c.back = num_calls_ago;
   c.last_of_send = last_of_send;
   c.facts = facts;

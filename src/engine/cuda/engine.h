@@ -165,7 +165,7 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
     int64_t rounds_issued = 0;
     std::shared_ptr<CUstream_st> resident;  ///< of resident receives, once there is one
     uint64_t* chunk_counts = nullptr;
-    uint32_t *flags = nullptr, *begins = nullptr;
+    uint32_t *flags = nullptr, *begins = nullptr, *offers = nullptr;
   };
 
   /// `num_calls_ago`: how many calls of the lane were issued since.

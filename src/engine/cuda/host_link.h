@@ -5,7 +5,8 @@
 
 namespace turnout::engine::cuda {
 
-inline constexpr int kHostMoveSms = 32, kHostSenders = 4, kHostReceivers = 16;
+inline constexpr int kHostMoveSms = 32, kHostSenders = 4, kHostReceivers = 8;
+inline constexpr int kHostTakeRing = 6;  ///< rows that a warp of a receiver has under way, or waits for
 inline constexpr int kHostPushRing = 4;  ///< rows that a warp has under way: the link takes one in 0.4 us
 inline constexpr int kHostCombineSms = 16, kHostBatch = 2;
 /// Tokens by which partial sums for other ranks are ahead of own tokens: what the blocks have taken and not yet written, and some.

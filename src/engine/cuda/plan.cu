@@ -186,8 +186,9 @@ __device__ void send_meta(const DispatchArgs& a, const Shared& s, const Places& 
 }
 
 /// Once all ranks have told their counts. kExact: ids of the rows that come in later rounds go with the others. False: given up.
+/// `first`: the block that looks for what others offer (wait_offer).
 template <bool kExact>
-__device__ bool gather_places(const DispatchArgs& a, Call call, Places* places) {
+__device__ bool gather_places(const DispatchArgs& a, Call call, Places* places, bool first) {
   const Common& c = a.common;
   bool good = true;
   if (kExact || c.through_host) {
@@ -203,7 +204,7 @@ __device__ bool gather_places(const DispatchArgs& a, Call call, Places* places) 
     good = __syncthreads_and(told) && all_agree(c, places->told);
   }
   // Ends with all threads at one place.
-  if (!__syncthreads_and(good) || !gather_offers(c, call, places->offers)) return false;
+  if (!__syncthreads_and(good) || !gather_offers(c, call, places->offers, first)) return false;
   for (int d = static_cast<int>(threadIdx.x); d < c.team.num_ranks; d += kThreads) {
     std::byte* block = offered_block(c, d, places->offers[d]);
     int32_t all = 0;
@@ -321,7 +322,7 @@ __global__ void __launch_bounds__(kThreads, 1) plan_kernel(const __grid_constant
     if (a.capacity >= 0 && threadIdx.x == 0) store_release_gpu(&a.flags[kPlanReady], call.epoch);
   }
   // Exact: the host comes first.
-  if (a.capacity < 0 || !gather_places<false>(a, call, &places)) return;
+  if (a.capacity < 0 || !gather_places<false>(a, call, &places, totals)) return;
   for (int i = 0; i < n; ++i) send_meta(a, s, places, chunks.list[i], num_groups, loaded, call);
 }
 
@@ -334,12 +335,13 @@ __global__ void __launch_bounds__(kThreads, 1) meta_kernel(const __grid_constant
   if (is_over(c, call)) return;
   const Shared s(memory, c.team.num_ranks + c.num_experts, c.num_experts, num_groups);
   load_owners(c, s);
-  if (take_role(c, call, kMetaRoleTicket) == 0) {
+  const bool first = take_role(c, call, kMetaRoleTicket) == 0;
+  if (first) {
     send_offers(a, call);
     derive_tables(a, a.routing.rows, call.epoch);
     if (threadIdx.x == 0) store_release_gpu(&a.flags[kPlanReady], call.epoch);
   }
-  if (!gather_places<true>(a, call, &places)) return;
+  if (!gather_places<true>(a, call, &places, first)) return;
   for (int chunk = static_cast<int>(blockIdx.x); chunk < num_chunks(a.num_tokens); chunk += static_cast<int>(gridDim.x)) {
     send_meta(a, s, places, chunk, num_groups, false, call);
   }

@@ -29,7 +29,8 @@ struct MoveShape {
   int senders = 1;                 ///< blocks that only send, until everything is sent; straight: all
   int pushers = 1, push_ring = 2;  ///< warps of a sender, stages of each
   int workers = 1, work_ring = 2;  ///< warps that lay rows out
-  int receivers = INT_MAX;         ///< blocks behind the senders whose workers wait for rows; the others' lay out own rows only
+  int receivers = 0;               ///< through the host: blocks that take rows from there (the first, and those that sent), else 0: all
+  int takers = 0, take_ring = 0;   ///< warps of a receiver that do, stages of each
 };
 
 inline constexpr int kMostWorkRing = 3;
@@ -74,6 +75,8 @@ inline MoveShape move_shape(const DispatchArgs& a, int blocks) {
   if (a.common.through_host) {
     p.senders = std::min(kHostSenders, p.senders);
     p.receivers = kHostReceivers;
+    p.takers = std::clamp(issuing_warps(at), 1, std::min(stages, p.workers));
+    p.take_ring = std::clamp(stages / p.takers, 1, kHostTakeRing);
     p.push_ring = std::min(p.push_ring, kHostPushRing);
   }
   return p;

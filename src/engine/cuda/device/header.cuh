@@ -156,8 +156,14 @@ __device__ __forceinline__ void send_offer(const Common& c, Call call, int rank,
   auto* to = reinterpret_cast<uint4*>(c.team.base[rank] + c.arena.offer_at(c.lane, call.copy, c.team.rank));
   store_word(to, uint4{static_cast<uint32_t>(block / 128), static_cast<uint32_t>(rows), channels, call.epoch});
 }
-__device__ __forceinline__ bool wait_offer(const Common& c, Call call, int rank, Offer* offer, Phase phase = Phase::offer) {
+/// Through the host: where a block of this rank has noted the offer of `rank`, in this GPU's memory.
+__device__ __forceinline__ uint4* noted_offer(const Common& c, Call call, int rank) {
+  return reinterpret_cast<uint4*>(c.offers) + call.copy * c.team.num_ranks + rank;
+}
+/// `first`: the caller may look where peers write. Through the host only one block of a call may, and the others see what it has noted.
+__device__ __forceinline__ bool wait_offer(const Common& c, Call call, int rank, Offer* offer, Phase phase = Phase::offer, bool first = false) {
   const auto* from = reinterpret_cast<const uint4*>(c.team.base[c.team.rank] + c.arena.offer_at(c.lane, call.copy, rank));
+  if (c.through_host && !first) from = noted_offer(c, call, rank), phase = Phase::local_blocks;
   uint4 w{};
   const bool came = wait_word(c, phase, rank, call.epoch, false, from, &w);
   *offer = {w.x, w.y, w.z};
@@ -169,13 +175,17 @@ __device__ __forceinline__ bool wait_offer(const Common& c, Call call, int rank,
     fail_call(c, r);
     return false;
   }
+  if (came && c.through_host && first) store_word(noted_offer(c, call, rank), w);
   return came;
 }
-/// Every rank's offer. The whole block calls it; false: given up.
-__device__ inline bool gather_offers(const Common& c, Call call, Offer* offers) {
+/// Every rank's offer. The whole block calls it; false: given up. `offers`: null if they only have to be noted.
+__device__ inline bool gather_offers(const Common& c, Call call, Offer* offers, bool first) {
   bool good = true;
-  for (int d = static_cast<int>(threadIdx.x); good && d < c.team.num_ranks; d += static_cast<int>(blockDim.x))
-    good = wait_offer(c, call, d, &offers[d]);
+  for (int d = static_cast<int>(threadIdx.x); good && d < c.team.num_ranks; d += static_cast<int>(blockDim.x)) {
+    Offer offer;
+    good = wait_offer(c, call, d, &offer, Phase::offer, first);
+    if (offers) offers[d] = offer;
+  }
   return __syncthreads_and(good);
 }
 __device__ __forceinline__ std::byte* offered_block(const Common& c, int rank, const Offer& offer) {

@@ -163,6 +163,15 @@ __device__ __forceinline__ bool barrier_try(uint64_t* b, uint32_t parity) {
                : "memory");
   return done != 0;
 }
+/// The same without any wait.
+__device__ __forceinline__ bool barrier_test(uint64_t* b, uint32_t parity) {
+  uint32_t done;
+  asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p,[%1],%2; selp.u32 %0,1,0,p;}"
+               : "=r"(done)
+               : "r"(shared_address(b)), "r"(parity)
+               : "memory");
+  return done != 0;
+}
 /// For copies of this GPU's own making only, which always complete: never for what a peer must do.
 __device__ __forceinline__ void barrier_wait(uint64_t* b, uint32_t parity) {
   while (!barrier_try(b, parity)) {

@@ -6,6 +6,7 @@
 #include "engine/cuda/launch.h"
 #include "engine/cuda/throughput/bulk.h"
 #include "engine/cuda/throughput/move_send.cuh"
+#include "engine/cuda/throughput/take_rows.cuh"
 
 namespace turnout::engine::cuda {
 namespace {
@@ -143,6 +144,18 @@ __device__ bool lay_out_arrived(const DispatchArgs& a, const MoveShape& p, const
   }
 }
 
+/// The same for rows that arrive in memory of the host.
+__device__ bool take_arrived(const DispatchArgs& a, const MoveShape& p, Shared& sh, std::byte* ring, Call call) {
+  if (a.chained && a.layout != Layout::rank_major) wait_for_previous();  // for the places
+  Taker taker(a, p, sh, ring, call);
+  return taker.run([&](int row, int source, const std::byte* stage) {
+    int to[2];
+    find_places(a, row, -1, to);
+    place_stage(a, p, stage, to);
+    count_arrival(a, source);
+  });
+}
+
 /// Padding of expert_major groups is zero. The warps that lay no rows out do it.
 __device__ void pad_groups(const DispatchArgs& a, const MoveShape& p, const std::byte* zeros, int index, int count) {
   const int lanes = (kWarps - p.workers) * 32, first = static_cast<int>(threadIdx.x) - p.workers * 32;
@@ -164,21 +177,23 @@ __device__ void receive_part(const DispatchArgs& a, const MoveShape& p, Shared& 
   const int warp = warp_id(), warps = static_cast<int>(gridDim.x) * p.workers;
   const bool counted = a.chained && threadIdx.x == 0 ? wait_local(a.common, call.epoch, &a.flags[kCounted]) : true;
   if (!__syncthreads_and(counted)) return;
+  if (warp >= p.workers && p.zero_bytes && index >= 0) pad_groups(a, p, ring + p.zero_at, index, count);
+  // Through the host a few blocks take what arrives, before what is here already.
+  if (p.receivers && index < p.receivers) {
+    const bool good = warp < p.takers ? take_arrived(a, p, sh, ring, call) : true;
+    bulk_wait_read<0>();
+    if (!__syncthreads_and(good)) return bulk_wait<0>();
+  }
   if (warp < p.workers) {
     Worker worker(p, sh, ring);
-    // Half of the warps begin with what is here already. Through the host, where a look at a signal is traffic, a few blocks wait for
-    // rows from the start, and those that sent before.
-    const bool few = p.receivers != INT_MAX, waits = index < p.receivers;
     bool good = true;
+    // Half of the warps begin with what is here already.
 #pragma unroll 1
     for (int part = 0; good && part < 2; ++part) {
-      const bool own = few ? waits == (part == 1) : (warp + part) % 2 == 0;
-      if (!own && !waits) continue;
-      if (own) lay_out_own(a, p, sh, &worker, warps, call);
+      if ((warp + part) % 2 == 0 || p.receivers) lay_out_own(a, p, sh, &worker, warps, call);
       else good = lay_out_arrived(a, p, sh, &worker, warps, call);
+      if (p.receivers) break;
     }
-  } else if (p.zero_bytes && index >= 0) {
-    pad_groups(a, p, ring + p.zero_at, index, count);
   }
   bulk_wait<0>();
 }
@@ -213,7 +228,7 @@ __global__ void __launch_bounds__(kThreads, 1) bulk_move_kernel(const __grid_con
   if (!ready && loads) first.drop(p, sh);
   if (ready) {
     if (sends) send_part(a, p, sh, ring, &first, call);
-    if (kSend && a.layout == Layout::rank_major) signal_channel(c, call);
+    if (kSend && a.layout == Layout::rank_major && !c.through_host) signal_channel(c, call);
     if (kReceive && a.straight) {
       if (sh.role % blocks == blocks - 1) wait_channels(a, sh.offers, sh.begins, call);
     } else if (kReceive) {

@@ -21,6 +21,7 @@ using Queue = AnnounceQueue<kMostPushers, kQueue>;
 struct Shared {
   alignas(8) uint64_t full[kMostStages];
   uint64_t own[kWarps * kMostWorkRing];             ///< the same of warps that lay out rows
+  uint64_t take[kMostStages];                       ///< and of warps that take rows from memory of the host
   std::byte *block[kMaxRanks], *scales[kMaxRanks];  ///< where this rank's rows go
   int32_t begin[kMaxRanks];
   Offer offers[kMaxRanks];
@@ -33,7 +34,7 @@ struct Shared {
 __device__ inline void clear(const MoveShape& p, Shared& sh, std::byte* ring) {
   sh.queue.init();
   for (int i = static_cast<int>(threadIdx.x); i < kMaxRanks; i += kThreads) sh.begin[i] = 0;
-  for (int i = static_cast<int>(threadIdx.x); i < kMostStages; i += kThreads) barrier_init(&sh.full[i], 1);
+  for (int i = static_cast<int>(threadIdx.x); i < kMostStages; i += kThreads) barrier_init(&sh.full[i], 1), barrier_init(&sh.take[i], 1);
   for (int i = static_cast<int>(threadIdx.x); i < kWarps * kMostWorkRing; i += kThreads) barrier_init(&sh.own[i], 1);
   for (int i = static_cast<int>(threadIdx.x) * 16; i < p.zero_bytes; i += kThreads * 16) *reinterpret_cast<uint4*>(ring + p.zero_at + i) = uint4{};
   fence_shared_to_bulk();
