@@ -82,13 +82,13 @@ std::chrono::milliseconds duration_of(nb::handle seconds, const char* argument) 
 DType dtype_argument(nb::handle dtype, const char* argument) {
   std::string name;
   if (PyUnicode_Check(dtype.ptr())) {
-    name = nb::cast<nb::str>(dtype).c_str();
+    name = text_of(dtype);
   } else if (nb::hasattr(dtype, "name")) {
-    name = nb::str(dtype.attr("name")).c_str();  // numpy.dtype
+    name = text_of(dtype.attr("name"));  // numpy.dtype
   } else if (nb::hasattr(dtype, "__name__")) {
-    name = nb::str(dtype.attr("__name__")).c_str();  // numpy.float32, ml_dtypes.bfloat16, jax.numpy.bfloat16
+    name = text_of(dtype.attr("__name__"));  // numpy.float32, ml_dtypes.bfloat16, jax.numpy.bfloat16
   } else {
-    name = nb::str(dtype).c_str();
+    name = text_of(dtype);
     if (name.starts_with("torch.")) name.erase(0, 6);
   }
   if (const auto found = dtype_named(name)) return *found;
@@ -98,7 +98,7 @@ DType dtype_argument(nb::handle dtype, const char* argument) {
 Device device_of(nb::handle device, const char* argument) {
   const char* const wanted = "'cpu', 'cuda' (the GPU of this rank's number on its node), 'cuda:N', a torch.device, or the number of a GPU";
   if (PyLong_Check(device.ptr()) && !PyBool_Check(device.ptr())) return {DeviceKind::cuda, static_cast<int>(integer_of(device, argument, 0, 1 << 20))};
-  const std::string text = nb::str(device).c_str();  // of a torch.device, too
+  const std::string text = text_of(device);  // of a torch.device, too
   if (text == "cpu") return {};
   if (text.starts_with("cuda:")) {
     const nb::object number = nb::steal(PyLong_FromString(text.c_str() + 5, nullptr, 10));

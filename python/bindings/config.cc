@@ -78,7 +78,7 @@ constexpr Field kFields[] = {
 BufferConfig config_of(nb::dict given) {
   BufferConfig config;
   for (const auto& [key, value] : given) {
-    const std::string name = nb::cast<nb::str>(nb::handle(key)).c_str();
+    const std::string name = text_of(nb::handle(key));
     for (const Field& field : kFields) {
       if (name == field.name) field.read(config, value, ("Buffer: " + name).c_str());
     }

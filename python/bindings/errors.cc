@@ -55,7 +55,7 @@ void translate(const std::exception_ptr& error, void*) {
 
 std::string words_of(nb::python_error& error) {
   const nb::object text = nb::steal(PyObject_Str(error.value().ptr()));
-  if (text.is_valid()) return nb::cast<nb::str>(text).c_str();
+  if (text.is_valid()) return text_of(text);
   PyErr_Clear();
   return "an error without words";
 }

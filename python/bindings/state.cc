@@ -129,9 +129,9 @@ std::optional<DType> dtype_of(Framework framework, nb::handle dtype) {
   std::string name;
   if (framework == Framework::numpy) {
     if (!nb::cast<bool>(get_attribute(dtype, names().isnative))) return std::nullopt;
-    name = nb::cast<nb::str>(get_attribute(dtype, names().name)).c_str();
+    name = text_of(get_attribute(dtype, names().name));
   } else {
-    name = nb::str(dtype).c_str();
+    name = text_of(dtype);
     if (name.starts_with("torch.")) name.erase(0, 6);
   }
   const auto found = dtype_named(name);

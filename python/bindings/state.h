@@ -23,6 +23,14 @@ const Names& names();
 /// A reference that is never let go: for what is looked up once and lives as long as its module.
 inline nb::handle forever(nb::object object) { return object.release(); }
 
+/// str(object).
+inline std::string text_of(nb::handle object) {
+  const nb::object text = nb::steal(PyObject_Str(object.ptr()));
+  const char* const words = text.is_valid() ? PyUnicode_AsUTF8(text.ptr()) : nullptr;
+  if (!words) throw nb::python_error();
+  return words;
+}
+
 /// A module that the program has imported; null if it has not. Nothing is imported here.
 nb::handle imported_module(const char* name);
 

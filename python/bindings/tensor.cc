@@ -82,7 +82,7 @@ Input from_torch(nb::handle array, const Wanted& wanted) {
     const long device = PyLong_AsLong(index.ptr());
     if (device >= 0) input.view.device = {DeviceKind::cuda, static_cast<int>(device)};
     const nb::object kind = device >= 0 ? get_attribute(get_attribute(array, nb::str("device")), nb::str("type")) : get_attribute(array, n.is_cpu);
-    if (device >= 0 ? std::string_view(nb::cast<nb::str>(kind).c_str()) != "cuda" : kind.is(nb::handle(Py_False))) {
+    if (device >= 0 ? std::string_view(text_of(kind)) != "cuda" : kind.is(nb::handle(Py_False))) {
       refuse(wanted, "is " + describe(array) + ", but must be in the memory of the CPU or of a CUDA GPU");
     }
     const nb::object data = call_method(array, n.data_ptr);
@@ -143,7 +143,7 @@ Input from_dlpack(nb::handle array, const Wanted& wanted) {
     input.view.dtype = *dtype;
     set_extents(input, wanted, array, t.ndim);
     input.view.data = static_cast<std::byte*>(t.data) + t.byte_offset;
-    if (on_gpu) input.view.device = {DeviceKind::cuda, t.device.index};
+    if (on_gpu) input.view.device = {DeviceKind::cuda, nb::cast<int>(device[1])};
     int64_t dense = 1;
     for (int d = t.ndim - 1; d >= 0; --d) {
       input.view.shape[static_cast<size_t>(d)] = t.shape[d];
@@ -173,26 +173,25 @@ void check_form(const Input& input, const Wanted& wanted, nb::handle array) {
 }
 
 std::string shape_text(nb::handle object) {
-  std::string text = nb::str(nb::tuple(object.attr("shape"))).c_str();
-  if (text.size() > 2 && text[text.size() - 2] == ',') text.erase(text.size() - 2, 1);  // (3,)
-  if (text.size() >= 2) text.front() = '[', text.back() = ']';
-  return text;
+  std::string text;
+  for (const nb::handle extent : object.attr("shape")) text += (text.empty() ? "" : ", ") + text_of(extent);
+  return "[" + text + "]";
 }
 
 }  // namespace
 
 std::string describe(nb::handle object) {
-  const std::string type = nb::cast<nb::str>(nb::handle(object.type()).attr("__name__")).c_str();
+  const std::string type = text_of(nb::handle(object.type()).attr("__name__"));
   try {
     if (nb::hasattr(object, "shape") && nb::hasattr(object, "dtype")) {
-      std::string dtype = nb::str(object.attr("dtype")).c_str();
-      std::string module = nb::cast<nb::str>(nb::handle(object.type()).attr("__module__")).c_str();
+      std::string dtype = text_of(object.attr("dtype"));
+      std::string module = text_of(nb::handle(object.type()).attr("__module__"));
       module = module.substr(0, module.find('.'));
       if (dtype.starts_with("torch.")) dtype.erase(0, 6);
       return dtype + shape_text(object) + " (" + module + ")";
     }
     if (object.is_none()) return "None";
-    std::string value = nb::repr(object).c_str();
+    std::string value = text_of(nb::repr(object));
     if (value.size() > 40) value = value.substr(0, 37) + "...";
     return value + " (" + type + ")";
   } catch (nb::python_error&) {

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "bindings/state.h"
 #include "tools/command.h"
 
 namespace turnout::python {
@@ -11,7 +12,7 @@ namespace {
 
 std::vector<std::string> words_of(nb::handle list) {
   std::vector<std::string> words;
-  for (const nb::handle word : list) words.emplace_back(nb::cast<nb::str>(word).c_str());
+  for (const nb::handle word : list) words.emplace_back(text_of(word));
   return words;
 }
 
