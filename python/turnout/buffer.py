@@ -96,6 +96,23 @@ class Buffer(_core.Buffer):
             except InvalidArgument:
                 raise _unknown_argument(Buffer.__init__, "Buffer", unknown) from None
         super().__init__(communicator, config, allocator)
+        self._owners = list(expert_to_rank) if expert_to_rank else None
+
+    @property
+    def local_experts(self) -> list[int]:
+        """The experts of this rank, ascending: what local expert 0, 1, ... of a result are."""
+        if self._owners is not None:
+            return [expert for expert, owner in enumerate(self._owners) if owner == self.rank]
+        each, more = divmod(self.config["num_experts"], self.num_ranks)
+        first = self.rank * each + min(self.rank, more)
+        return list(range(first, first + self.num_local_experts))
+
+    def set_expert_to_rank(self, expert_to_rank: Sequence[int]) -> None:
+        """Changes the owner of every expert from the next call on: all ranks with the same map before the same call, else that call
+        raises. Handles made before keep their own map."""
+        owners = list(expert_to_rank)
+        super().set_expert_to_rank(owners)
+        self._owners = owners
 
     def dispatch(
         self,

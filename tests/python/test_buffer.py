@@ -188,7 +188,11 @@ def test_facts_of_a_buffer():
     assert (handle.num_tokens, handle.num_topk, handle.layout) == (4, 3, "rank_major") and handle.num_rows <= 4
     buffer.check()
     buffer.synchronize()
+    assert buffer.local_experts == list(range(EXPERTS))
     buffer.set_expert_to_rank([0] * EXPERTS)
+    with pytest.raises(turnout.InvalidArgument, match="expert_to_rank is None"):
+        buffer.set_expert_to_rank([None])
+    assert buffer.local_experts == list(range(EXPERTS))
     with buffer:
         pass
     with pytest.raises(turnout.InvalidArgument, match="closed"):
