@@ -97,7 +97,8 @@ DType dtype_argument(nb::handle dtype, const char* argument) {
 
 Device device_of(nb::handle device, const char* argument) {
   const char* const wanted = "'cpu', 'cuda' (the GPU of this rank's number on its node), 'cuda:N', a torch.device, or the number of a GPU";
-  if (PyLong_Check(device.ptr()) && !PyBool_Check(device.ptr())) return {DeviceKind::cuda, static_cast<int>(integer_of(device, argument, 0, 1 << 20))};
+  if (PyLong_Check(device.ptr()) && !PyBool_Check(device.ptr()))
+    return {DeviceKind::cuda, static_cast<int>(integer_of(device, argument, 0, 1 << 20))};
   const std::string text = text_of(device);  // of a torch.device, too
   if (text == "cpu") return {};
   if (text.starts_with("cuda:")) {

@@ -118,7 +118,8 @@ nb::object dlpack_of(const Array& array, nb::object stream) {
     const auto consumer = nb::cast<intptr_t>(stream);
     const auto producer = reinterpret_cast<intptr_t>(array.stream);
     const auto same = [](intptr_t a, intptr_t b) { return a == b || (a <= 1 && b <= 1 && a >= 0 && b >= 0); };  // 0 and 1: the default stream
-    if (consumer != -1 && !same(consumer, producer)) nb::module_::import_("turnout._streams").attr("order")(producer, consumer, array.view.device.index);
+    if (consumer != -1 && !same(consumer, producer))
+      nb::module_::import_("turnout._streams").attr("order")(producer, consumer, array.view.device.index);
   }
   return to_capsule(array.view, array.owner, /*fp8_as_bytes=*/false);
 }
@@ -137,38 +138,55 @@ void bind_array(nb::module_& m) {
   nb::class_<Array>(m, "Array",
                     "An array of a result, for libraries that take DLPack (jax.dlpack.from_dlpack, cupy.from_dlpack), and for numpy.asarray.\n\n"
                     "Its memory is a result's: a lease goes back when the last array of it is gone.")
-      .def_prop_ro("shape", [](const Array& a) { return tuple_of(a.view.shape, a.view.ndim); }, nb::sig("def shape(self) -> tuple[int, ...]"))
-      .def_prop_ro("strides", [](const Array& a) { return tuple_of(a.view.strides, a.view.ndim); }, nb::sig("def strides(self) -> tuple[int, ...]"),
-                   "In elements.")
-      .def_prop_ro("dtype", [](const Array& a) { return numpy_dtype(a.view.dtype); }, nb::sig("def dtype(self) -> object"),
-                   "NumPy's dtype; bf16 and fp8 are those of ml_dtypes.")
-      .def_prop_ro("device", [](const Array& a) { return a.view.device.kind == DeviceKind::cpu ? std::string("cpu") : "cuda:" + std::to_string(a.view.device.index); },
-                   nb::sig("def device(self) -> str"))
-      .def_prop_ro("data_ptr", [](const Array& a) { return reinterpret_cast<uintptr_t>(a.view.data); }, "Address of the first element.")
+      .def_prop_ro(
+          "shape", [](const Array& a) { return tuple_of(a.view.shape, a.view.ndim); }, nb::sig("def shape(self) -> tuple[int, ...]"))
+      .def_prop_ro(
+          "strides", [](const Array& a) { return tuple_of(a.view.strides, a.view.ndim); }, nb::sig("def strides(self) -> tuple[int, ...]"),
+          "In elements.")
+      .def_prop_ro(
+          "dtype", [](const Array& a) { return numpy_dtype(a.view.dtype); }, nb::sig("def dtype(self) -> object"),
+          "NumPy's dtype; bf16 and fp8 are those of ml_dtypes.")
+      .def_prop_ro(
+          "device",
+          [](const Array& a) { return a.view.device.kind == DeviceKind::cpu ? std::string("cpu") : "cuda:" + std::to_string(a.view.device.index); },
+          nb::sig("def device(self) -> str"))
+      .def_prop_ro(
+          "data_ptr", [](const Array& a) { return reinterpret_cast<uintptr_t>(a.view.data); }, "Address of the first element.")
       .def("__repr__", [](const Array& a) { return "turnout.Array(" + a.view.to_string() + ")"; })
-      .def("__array__",
-           [](const Array& a, nb::object dtype, nb::object copy) {
-             nb::object array = to_numpy(a.view, a.owner);
-             if (!dtype.is_none()) return array.attr("astype")(dtype);
-             return copy.is(nb::handle(Py_True)) ? array.attr("copy")() : array;
-           },
-           nb::arg("dtype") = nb::none(), nb::arg("copy") = nb::none(), nb::sig("def __array__(self, dtype: object = None, copy: object = None) -> object"))
-      .def("__dlpack__",
-           [](const Array& a, nb::object stream, nb::object, nb::object, nb::object copy) {
-             if (copy.is(nb::handle(Py_True))) throw nb::buffer_error("turnout.Array makes no copies: copy what you got");
-             return dlpack_of(a, std::move(stream));
-           },
-           nb::kw_only(), nb::arg("stream") = nb::none(), nb::arg("max_version") = nb::none(), nb::arg("dl_device") = nb::none(), nb::arg("copy") = nb::none(),
-           nb::sig("def __dlpack__(self, *, stream: int | None = None, max_version: object = None, dl_device: object = None, copy: bool | None = None) -> object"))
-      .def("__dlpack_device__", [](const Array& a) {
-        return nb::make_tuple(static_cast<int>(a.view.device.kind == DeviceKind::cpu ? dlpack::kCpu : dlpack::kCuda), a.view.device.index);
-      }, nb::sig("def __dlpack_device__(self) -> tuple[int, int]"));
+      .def(
+          "__array__",
+          [](const Array& a, nb::object dtype, nb::object copy) {
+            nb::object array = to_numpy(a.view, a.owner);
+            if (!dtype.is_none()) return array.attr("astype")(dtype);
+            return copy.is(nb::handle(Py_True)) ? array.attr("copy")() : array;
+          },
+          nb::arg("dtype") = nb::none(), nb::arg("copy") = nb::none(),
+          nb::sig("def __array__(self, dtype: object = None, copy: object = None) -> object"))
+      .def(
+          "__dlpack__",
+          [](const Array& a, nb::object stream, nb::object, nb::object, nb::object copy) {
+            if (copy.is(nb::handle(Py_True))) throw nb::buffer_error("turnout.Array makes no copies: copy what you got");
+            return dlpack_of(a, std::move(stream));
+          },
+          nb::kw_only(), nb::arg("stream") = nb::none(), nb::arg("max_version") = nb::none(), nb::arg("dl_device") = nb::none(),
+          nb::arg("copy") = nb::none(),
+          nb::sig("def __dlpack__(self, *, stream: int | None = None, max_version: object = None, dl_device: object = None, copy: bool | None = "
+                  "None) -> object"))
+      .def(
+          "__dlpack_device__",
+          [](const Array& a) {
+            return nb::make_tuple(static_cast<int>(a.view.device.kind == DeviceKind::cpu ? dlpack::kCpu : dlpack::kCuda), a.view.device.index);
+          },
+          nb::sig("def __dlpack_device__(self) -> tuple[int, int]"));
   nb::class_<Tagged>(m, "Tagged", "An array whose elements are said to be of another type of the same size: turnout.array makes it.")
-      .def("__init__", [](Tagged* self, nb::object base, const char* dtype) {
-        const auto named = dtype_named(dtype);
-        if (!named) throw InvalidArgument("array: dtype is '" + std::string(dtype) + "', but must be one of " + dtype_list());
-        new (self) Tagged{std::move(base), *named};
-      }, nb::arg("base"), nb::arg("dtype"), nb::sig("def __init__(self, base: object, dtype: str) -> None"));
+      .def(
+          "__init__",
+          [](Tagged* self, nb::object base, const char* dtype) {
+            const auto named = dtype_named(dtype);
+            if (!named) throw InvalidArgument("array: dtype is '" + std::string(dtype) + "', but must be one of " + dtype_list());
+            new (self) Tagged{std::move(base), *named};
+          },
+          nb::arg("base"), nb::arg("dtype"), nb::sig("def __init__(self, base: object, dtype: str) -> None"));
 }
 
 }  // namespace turnout::python

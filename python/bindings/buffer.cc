@@ -236,9 +236,12 @@ void make_buffer(BufferHolder* self, CommunicatorHolder& holder, nb::dict fields
   }
   new (self) BufferHolder(std::move(own), made);
   holder.add(made);
-  close_at_exit(made, [buffer = std::weak_ptr(made)] {
-    if (const auto open = buffer.lock()) open->close();
-  }, self->buffer.let_go());
+  close_at_exit(
+      made,
+      [buffer = std::weak_ptr(made)] {
+        if (const auto open = buffer.lock()) open->close();
+      },
+      self->buffer.let_go());
 }
 
 /// A method that takes no arguments and may wait.
@@ -266,16 +269,15 @@ void refuse_call(BufferHolder& self, const std::string& call, int lane) {
 using H = nb::handle;
 
 template <auto call, class Holder>
-Holder with_dispatch(BufferHolder& self, H x, H topk_idx, H topk_weights, H side, H handle, H mode, H layout, H capacity,
-                                      H expert_alignment, H quantize, H result, H out, H receive, H num_sms, H on_failure, H lane, H stream) {
+Holder with_dispatch(BufferHolder& self, H x, H topk_idx, H topk_weights, H side, H handle, H mode, H layout, H capacity, H expert_alignment,
+                     H quantize, H result, H out, H receive, H num_sms, H on_failure, H lane, H stream) {
   const DispatchGiven given{x,        topk_idx, topk_weights, side,    handle,  mode,       layout, capacity, expert_alignment,
                             quantize, result,   out,          receive, num_sms, on_failure, lane,   stream};
   return call(self, given, {x, topk_idx, topk_weights});
 }
 
 template <auto call, class Holder>
-Holder with_combine(BufferHolder& self, H y, H handle, H apply, H weights, H side, H wire, H out, H mode, H num_sms, H on_failure,
-                                     H lane, H stream) {
+Holder with_combine(BufferHolder& self, H y, H handle, H apply, H weights, H side, H wire, H out, H mode, H num_sms, H on_failure, H lane, H stream) {
   return call(self, CombineGiven{y, handle, apply, weights, side, wire, out, mode, num_sms, on_failure, lane, stream}, {y, weights, side});
 }
 
@@ -283,9 +285,8 @@ Holder with_combine(BufferHolder& self, H y, H handle, H apply, H weights, H sid
 template <size_t n, class Method>
 void bind_call(nb::class_<BufferHolder>& bound, const char* name, const std::string& gives, Method method) {
   const std::string signature = "def " + std::string(name) + "(self, *args: object) -> " + gives;
-  [&]<size_t... i>(std::index_sequence<i...>) {
-    bound.def(name, method, (static_cast<void>(i), nb::arg().none())..., nb::sig(signature.c_str()));
-  }(std::make_index_sequence<n>());
+  [&]<size_t... i>(std::index_sequence<i...>) { bound.def(name, method, (static_cast<void>(i), nb::arg().none())..., nb::sig(signature.c_str())); }
+  (std::make_index_sequence<n>());
 }
 
 template <auto member>
@@ -316,16 +317,17 @@ void bind_buffer(nb::module_& m) {
       .def("__init__", &make_buffer, nb::arg("communicator"), nb::arg("config"), nb::arg("allocator").none(),
            nb::sig("def __init__(self, communicator: Communicator, config: dict[str, object], allocator: object) -> None"))
       .def("_refuse", &refuse_call, nb::arg("call"), nb::arg("lane"), "Tells all ranks that this one does not make the call.")
-      .def("set_expert_to_rank",
-           [](Class& self, nb::object map) {
-             const std::vector<int> ranks = ints_of(map, "set_expert_to_rank: expert_to_rank");
-             const std::shared_ptr<Buffer> buffer = self.buffer.get();
-             const nb::gil_scoped_release unlocked;
-             buffer->set_expert_to_rank(ranks);
-           },
-           nb::arg("expert_to_rank"), nb::sig("def set_expert_to_rank(self, expert_to_rank: Sequence[int]) -> None"),
-           "Changes the owner of every expert from the next call on: all ranks with the same map before the same call, else that call raises. "
-           "Handles made before keep their own map.")
+      .def(
+          "set_expert_to_rank",
+          [](Class& self, nb::object map) {
+            const std::vector<int> ranks = ints_of(map, "set_expert_to_rank: expert_to_rank");
+            const std::shared_ptr<Buffer> buffer = self.buffer.get();
+            const nb::gil_scoped_release unlocked;
+            buffer->set_expert_to_rank(ranks);
+          },
+          nb::arg("expert_to_rank"), nb::sig("def set_expert_to_rank(self, expert_to_rank: Sequence[int]) -> None"),
+          "Changes the owner of every expert from the next call on: all ranks with the same map before the same call, else that call raises. "
+          "Handles made before keep their own map.")
       .def("check", &simple_call<&Buffer::check>, "Raises what an earlier asynchronous failure left; cheap, does not wait.")
       .def("synchronize", &simple_call<&Buffer::synchronize>, "check() after everything issued has finished.")
       .def("recover", &simple_call<&Buffer::recover>, "Ends the abort that an expired wait left. Collective; every pending call is lost.")
@@ -333,20 +335,25 @@ void bind_buffer(nb::module_& m) {
            "GPU, collective, no call under way: gives the symmetric memory back; leases lose their rows. Raises InvalidArgument on a CPU.")
       .def("resume", &simple_call<&Buffer::resume>, "Maps fresh memory at the same addresses. Collective. Raises TransportError.")
       .def("close", &close, "Later calls raise InvalidArgument; peers that wait for this rank raise PeerFailed. Local, idempotent.")
-      .def("__enter__", [](nb::object self) { return self; }, nb::sig("def __enter__(self) -> Self"))
-      .def("__exit__", [](Class& self, nb::args) { close(self); }, nb::sig("def __exit__(self, *args: object) -> None"))
+      .def(
+          "__enter__", [](nb::object self) { return self; }, nb::sig("def __enter__(self) -> Self"))
+      .def(
+          "__exit__", [](Class& self, nb::args) { close(self); }, nb::sig("def __exit__(self, *args: object) -> None"))
       .def("__repr__", &repr)
-      .def_prop_ro("config", [](const Class& self) { return to_python(self.buffer.get()->config()); }, nb::sig("def config(self) -> dict[str, Any]"),
-                   "The configuration as it is used, by the names of the constructor's arguments.")
+      .def_prop_ro(
+          "config", [](const Class& self) { return to_python(self.buffer.get()->config()); }, nb::sig("def config(self) -> dict[str, Any]"),
+          "The configuration as it is used, by the names of the constructor's arguments.")
       .def_prop_ro("rank", &fact<&Buffer::rank>)
       .def_prop_ro("num_ranks", &fact<&Buffer::num_ranks>)
       .def_prop_ro("num_local_experts", &fact<&Buffer::num_local_experts>)
       .def_prop_ro("num_fresh_results", &fact<&Buffer::num_fresh_results>, "Dispatches with result='auto' that found no lease.")
       .def_prop_ro("num_bytes", &fact<&Buffer::num_bytes>, "Symmetric memory of this rank, in bytes.")
-      .def_prop_ro("status_word", [](const Class& self) { return reinterpret_cast<uintptr_t>(self.buffer.get()->status_word()); },
-                   "Address of a uint64 that is not 0 once the Buffer is aborted (on a GPU: in its memory).");
-  m.def("required_bytes", [](nb::dict config, int num_ranks) { return required_bytes(config_of(config), num_ranks); }, nb::arg("config"),
-        nb::arg("num_ranks"), nb::sig("def required_bytes(config: dict[str, object], num_ranks: int) -> int"));
+      .def_prop_ro(
+          "status_word", [](const Class& self) { return reinterpret_cast<uintptr_t>(self.buffer.get()->status_word()); },
+          "Address of a uint64 that is not 0 once the Buffer is aborted (on a GPU: in its memory).");
+  m.def(
+      "required_bytes", [](nb::dict config, int num_ranks) { return required_bytes(config_of(config), num_ranks); }, nb::arg("config"),
+      nb::arg("num_ranks"), nb::sig("def required_bytes(config: dict[str, object], num_ranks: int) -> int"));
 }
 
 }  // namespace turnout::python

@@ -31,8 +31,8 @@ CommunicatorHolder from_env(const char* transport, nb::object node_of_rank, nb::
   return hold(Communicator::from_env(options));
 }
 
-CommunicatorHolder from_store(nb::object store, int rank, int num_ranks, const char* name, const char* transport,
-                                               nb::object node_of_rank, nb::object timeout) {
+CommunicatorHolder from_store(nb::object store, int rank, int num_ranks, const char* name, const char* transport, nb::object node_of_rank,
+                              nb::object timeout) {
   const CommunicatorOptions options = options_of(transport, node_of_rank, timeout, 0);
   const std::string named = name;
   std::shared_ptr<Store> made = store_of(std::move(store));
@@ -149,7 +149,8 @@ nb::list virtual_ranks(int num_ranks, nb::object body, const char* transport, nb
 
 CommunicatorHolder::CommunicatorHolder(Communicator made) : communicator("Communicator", std::make_shared<Communicator>(std::move(made))) {
   // There is nothing to tell its peers; what it has in this process (threads) goes before the process does.
-  close_at_exit(communicator.get(), [] {}, communicator.let_go());
+  close_at_exit(
+      communicator.get(), [] {}, communicator.let_go());
 }
 
 void CommunicatorHolder::close_buffers() {
@@ -165,9 +166,11 @@ void bind_communicator(nb::module_& m) {
 
 Made by from_env, from_store, sub_group, or for the body of run_virtual_ranks. Buffers keep what they need of it, so it may be
 dropped first. Dropping it is local: it never waits for a peer.)")
-      .def_static("from_env", &from_env, nb::kw_only(), nb::arg("transport") = "auto", nb::arg("node_of_rank") = nb::none(), nb::arg("timeout") = nb::none(),
-                  nb::sig("def from_env(*, transport: str = 'auto', node_of_rank: Sequence[int] | None = None, timeout: float | None = None) -> Communicator"),
-                  R"(From the environment of torchrun, mpirun, srun or `turnout launch`; without any of them, one rank. Collective.
+      .def_static(
+          "from_env", &from_env, nb::kw_only(), nb::arg("transport") = "auto", nb::arg("node_of_rank") = nb::none(), nb::arg("timeout") = nb::none(),
+          nb::sig(
+              "def from_env(*, transport: str = 'auto', node_of_rank: Sequence[int] | None = None, timeout: float | None = None) -> Communicator"),
+          R"(From the environment of torchrun, mpirun, srun or `turnout launch`; without any of them, one rank. Collective.
 
 transport: 'auto', 'inproc' (threads), 'shm' (processes of one machine). node_of_rank: the node of every rank, the same on all
 ranks. timeout: seconds of each step of the rendezvous; None: TURNOUT_BOOTSTRAP_TIMEOUT_MS, which is 60 s unless set.
@@ -182,10 +185,13 @@ store: torch.distributed's, or any object with set(key, bytes) and get(key), whi
 while there are none. Calls may come from any thread. `name` tells apart Communicators that share a store. The rest as from_env.)")
       .def_prop_ro("rank", [](const Holder& h) { return h.communicator.get()->rank(); })
       .def_prop_ro("num_ranks", [](const Holder& h) { return h.communicator.get()->num_ranks(); })
-      .def_prop_ro("node", [](const Holder& h) { return h.communicator.get()->node(); }, "Node of this rank.")
+      .def_prop_ro(
+          "node", [](const Holder& h) { return h.communicator.get()->node(); }, "Node of this rank.")
       .def_prop_ro("num_nodes", [](const Holder& h) { return h.communicator.get()->num_nodes(); })
-      .def_prop_ro("local_rank", [](const Holder& h) { return h.communicator.get()->local_rank(); }, "Index of this rank within its node.")
-      .def_prop_ro("transport", [](const Holder& h) { return std::string(h.communicator.get()->transport()); }, "'inproc' or 'shm'.")
+      .def_prop_ro(
+          "local_rank", [](const Holder& h) { return h.communicator.get()->local_rank(); }, "Index of this rank within its node.")
+      .def_prop_ro(
+          "transport", [](const Holder& h) { return std::string(h.communicator.get()->transport()); }, "'inproc' or 'shm'.")
       .def("all_gather", &all_gather, nb::arg("data"), nb::sig("def all_gather(self, data: bytes) -> list[bytes]"),
            "The bytes of every rank, in rank order; lengths may differ. Collective. Raises PeerTimeout, TransportError.")
       .def("barrier", &barrier, "Returns when every rank has arrived. Collective. Raises PeerTimeout, TransportError.")
@@ -194,12 +200,15 @@ while there are none. Calls may come from any thread. `name` tells apart Communi
            "A Communicator of `members`: ascending ranks of this one, this rank among them. Collective over the members. `name` tells apart "
            "groups of the same members.")
       .def("close", &close, "Lets go of it; Buffers made from it go on. Local, idempotent.")
-      .def("__enter__", [](nb::object self) { return self; }, nb::sig("def __enter__(self) -> Communicator"))
-      .def("__exit__", [](Holder& h, nb::args) { close(h); }, nb::sig("def __exit__(self, *args: object) -> None"))
+      .def(
+          "__enter__", [](nb::object self) { return self; }, nb::sig("def __enter__(self) -> Communicator"))
+      .def(
+          "__exit__", [](Holder& h, nb::args) { close(h); }, nb::sig("def __exit__(self, *args: object) -> None"))
       .def("__repr__", [](const Holder& h) {
         if (!h.communicator.is_here()) return std::string("<turnout.Communicator, closed>");
         const Communicator& c = *h.communicator.get();
-        return "<turnout.Communicator rank " + std::to_string(c.rank()) + " of " + std::to_string(c.num_ranks()) + " over " + std::string(c.transport()) + ">";
+        return "<turnout.Communicator rank " + std::to_string(c.rank()) + " of " + std::to_string(c.num_ranks()) + " over " +
+               std::string(c.transport()) + ">";
       });
   m.def("run_virtual_ranks", &virtual_ranks, nb::arg("num_ranks"), nb::arg("body"), nb::kw_only(), nb::arg("transport") = "auto",
         nb::arg("node_of_rank") = nb::none(), nb::arg("timeout") = nb::none(), nb::arg("scheduler_seed") = 0,

@@ -5,7 +5,17 @@
 namespace turnout::python::dlpack {
 
 enum DeviceType : int32_t { kCpu = 1, kCuda = 2, kCudaHost = 3, kCudaManaged = 13 };
-enum TypeCode : uint8_t { kInt = 0, kUInt = 1, kFloat = 2, kBfloat = 4, kComplex = 5, kBool = 6, kFloat8E4M3FN = 10, kFloat8E5M2 = 12, kFloat8E8M0FNU = 14 };
+enum TypeCode : uint8_t {
+  kInt = 0,
+  kUInt = 1,
+  kFloat = 2,
+  kBfloat = 4,
+  kComplex = 5,
+  kBool = 6,
+  kFloat8E4M3FN = 10,
+  kFloat8E5M2 = 12,
+  kFloat8E8M0FNU = 14
+};
 
 struct Device {
   int32_t type;

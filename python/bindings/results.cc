@@ -9,7 +9,19 @@ namespace turnout::python {
 
 namespace {
 
-enum DispatchArray : size_t { kX, kXScales, kSide, kTopkIdx, kTopkWeights, kNumRows, kExpertCounts, kExpertOffsets, kSortedRows, kNumDropped, kArrived };
+enum DispatchArray : size_t {
+  kX,
+  kXScales,
+  kSide,
+  kTopkIdx,
+  kTopkWeights,
+  kNumRows,
+  kExpertCounts,
+  kExpertOffsets,
+  kSortedRows,
+  kNumDropped,
+  kArrived
+};
 enum CombineArray : size_t { kSum, kSumSide, kNumLost };
 
 /// A property: array number `index`, which `member` of the result views.
@@ -45,8 +57,10 @@ void bind_common(Class& bound) {
       .def("release", &Holder::release,
            "Lets go of the memory now. What arrays of it are still there keep it; a lease goes back when the last of them is gone, in order of "
            "the stream. Idempotent.")
-      .def("__enter__", [](nb::object self) { return self; }, nb::sig("def __enter__(self) -> Self"))
-      .def("__exit__", [](Holder& h, nb::args) { h.release(); }, nb::sig("def __exit__(self, *args: object) -> None"));
+      .def(
+          "__enter__", [](nb::object self) { return self; }, nb::sig("def __enter__(self) -> Self"))
+      .def(
+          "__exit__", [](Holder& h, nb::args) { h.release(); }, nb::sig("def __exit__(self, *args: object) -> None"));
 }
 
 void bind_dispatch_result(nb::module_& m) {
@@ -60,7 +74,8 @@ how many are real. The memory lives as long as this object or any of its arrays.
   };
   using R = DispatchResult;
   add("x", &array_property<kX, &R::x, Holder>, "rank_major and expert_major [N, H], expert_slab [Le, C, H]; the row stride may exceed H.");
-  add("x_scales", &array_property<kXScales, &R::x_scales, Holder>, "With quantize: fp32 or ue8m0 [N, ceil(H/128)], slab [Le, C, ceil(H/128)]; else None.");
+  add("x_scales", &array_property<kXScales, &R::x_scales, Holder>,
+      "With quantize: fp32 or ue8m0 [N, ceil(H/128)], slab [Le, C, ceil(H/128)]; else None.");
   add("side", &side_of, "A tuple: the side arrays as given, with the rows of x.");
   add("topk_idx", &array_property<kTopkIdx, &R::topk_idx, Holder>, "rank_major: int32 [N, K] local expert, -1 where not local; else None.");
   add("topk_weights", &array_property<kTopkWeights, &R::topk_weights, Holder>,
@@ -73,9 +88,11 @@ how many are real. The memory lives as long as this object or any of its arrays.
   add("num_dropped", &array_property<kNumDropped, &R::num_dropped, Holder>, "int64 [1]: rows that exceeded the capacity.");
   add("arrived", &array_property<kArrived, &R::arrived, Holder>, "int64 [num_ranks]: rows of each source rank.");
   bound
-      .def_prop_ro("handle", [](Holder& h) { return HandleHolder(h.result().handle); },
-                   nb::sig("def handle(self) -> Handle"), "The routing, for combine() and cached dispatches.")
-      .def_prop_ro("is_lease", [](Holder& h) { return h.result().is_lease; }, "Whether x lies in the receive region.")
+      .def_prop_ro(
+          "handle", [](Holder& h) { return HandleHolder(h.result().handle); }, nb::sig("def handle(self) -> Handle"),
+          "The routing, for combine() and cached dispatches.")
+      .def_prop_ro(
+          "is_lease", [](Holder& h) { return h.result().is_lease; }, "Whether x lies in the receive region.")
       .def("__repr__", [](Holder& h) {
         if (h.is_released()) return std::string("<turnout.DispatchResult, released>");
         return "<turnout.DispatchResult x " + h.result().x.to_string() + (h.result().is_lease ? ", a lease>" : ">");
@@ -86,9 +103,9 @@ how many are real. The memory lives as long as this object or any of its arrays.
 void bind_combine_result(nb::module_& m) {
   using Holder = CombineHolder;
   using R = CombineResult;
-  nb::class_<Holder> bound(m, "CombineResult", "What came back. T tokens of this rank, K experts per token. Arrays are of the framework that y was of.");
-  bound
-      .def_prop_ro("x", &array_property<kSum, &R::x, Holder>, nb::sig("def x(self) -> Any"), "[T, H] of y's dtype; 0 for a token without rows.")
+  nb::class_<Holder> bound(m, "CombineResult",
+                           "What came back. T tokens of this rank, K experts per token. Arrays are of the framework that y was of.");
+  bound.def_prop_ro("x", &array_property<kSum, &R::x, Holder>, nb::sig("def x(self) -> Any"), "[T, H] of y's dtype; 0 for a token without rows.")
       .def_prop_ro("side", &array_property<kSumSide, &R::side, Holder>, nb::sig("def side(self) -> Any"),
                    "fp32 [T, K], 0 where there is no row; None without side.")
       .def_prop_ro("num_lost", &array_property<kNumLost, &R::num_lost, Holder>, nb::sig("def num_lost(self) -> Any"),
@@ -104,14 +121,18 @@ void bind_combine_result(nb::module_& m) {
 void bind_results(nb::module_& m) {
   bind_dispatch_result(m);
   bind_combine_result(m);
-  constexpr const char* kDoc = "A call that was issued. Its inputs must stay unchanged until wait(). One that is dropped is waited for, and its result with it.";
+  constexpr const char* kDoc =
+      "A call that was issued. Its inputs must stay unchanged until wait(). One that is dropped is waited for, and its result with it.";
   nb::class_<PendingDispatchHolder>(m, "PendingDispatch", kDoc)
       .def("wait", &wait<DispatchHolder, PendingDispatch>, nb::sig("def wait(self) -> DispatchResult"),
            "Receives what the call brought. Raises as the call itself; InvalidArgument the second time.")
-      .def_prop_ro("arrived", [](PendingDispatchHolder& self) {
-        const auto& pending = self.pending.get();
-        return array_of(self.context.framework, pending->arrived(), pending, self.context.stream);
-      }, nb::sig("def arrived(self) -> Any"), "receive='resident': int64 [num_ranks], rows of each source rank present so far; it grows by itself.");
+      .def_prop_ro(
+          "arrived",
+          [](PendingDispatchHolder& self) {
+            const auto& pending = self.pending.get();
+            return array_of(self.context.framework, pending->arrived(), pending, self.context.stream);
+          },
+          nb::sig("def arrived(self) -> Any"), "receive='resident': int64 [num_ranks], rows of each source rank present so far; it grows by itself.");
   nb::class_<PendingCombineHolder>(m, "PendingCombine", kDoc)
       .def("wait", &wait<CombineHolder, PendingCombine>, nb::sig("def wait(self) -> CombineResult"),
            "Receives what the call brought. Raises as the call itself; InvalidArgument the second time.");

@@ -32,8 +32,8 @@ Input from_numpy(nb::handle array, const Wanted& wanted) {
   Py_buffer buffer;
   if (PyObject_GetBuffer(array.ptr(), &buffer, wanted.is_written ? PyBUF_STRIDED : PyBUF_STRIDED_RO) != 0) {
     nb::python_error error;
-    refuse(wanted, "is " + describe(array) + ", which cannot be used: " + words_of(error) +
-                       (wanted.is_written ? "; give an array that may be written" : ""));
+    refuse(wanted,
+           "is " + describe(array) + ", which cannot be used: " + words_of(error) + (wanted.is_written ? "; give an array that may be written" : ""));
   }
   // The array itself keeps the memory; the buffer only told where it is.
   const std::unique_ptr<Py_buffer, void (*)(Py_buffer*)> release(&buffer, PyBuffer_Release);
@@ -165,7 +165,7 @@ void check_form(const Input& input, const Wanted& wanted, nb::handle array) {
   if (wanted.form == Form::dense ? view.is_dense() : adjacent) return;
   std::string strides;
   for (int d = 0; d < view.ndim; ++d) strides += (d ? ", " : "") + std::to_string(view.strides[static_cast<size_t>(d)]);
-  const std::string copy = input.framework == Framework::torch    ? std::string(wanted.name) + ".contiguous()"
+  const std::string copy = input.framework == Framework::torch   ? std::string(wanted.name) + ".contiguous()"
                            : input.framework == Framework::numpy ? "numpy.ascontiguousarray(" + std::string(wanted.name) + ")"
                                                                  : std::string("a contiguous copy");
   refuse(wanted, "is " + describe(array) + " with strides [" + strides + "], but " +

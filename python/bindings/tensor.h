@@ -26,11 +26,11 @@ enum class Form : uint8_t { rows, dense };
 
 /// What is asked of an array.
 struct Wanted {
-  const char* call = "";    ///< "dispatch"
-  const char* name = "";    ///< "topk_idx"
+  const char* call = "";  ///< "dispatch"
+  const char* name = "";  ///< "topk_idx"
   Form form = Form::rows;
-  bool is_written = false;  ///< an output
-  void* stream = nullptr;   ///< that orders a foreign array's contents before the call
+  bool is_written = false;       ///< an output
+  void* stream = nullptr;        ///< that orders a foreign array's contents before the call
   std::optional<DType> dtype{};  ///< what its elements are said to be
 };
 

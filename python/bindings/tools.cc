@@ -30,7 +30,8 @@ int run_command(nb::list program, nb::list arguments) {
 }  // namespace
 
 void bind_tools(nb::module_& m) {
-  m.def("run_command", &run_command, nb::arg("program"), nb::arg("arguments"), nb::sig("def run_command(program: list[str], arguments: list[str]) -> int"),
+  m.def("run_command", &run_command, nb::arg("program"), nb::arg("arguments"),
+        nb::sig("def run_command(program: list[str], arguments: list[str]) -> int"),
         "Does what `turnout ARGUMENTS` does and returns its exit status. program: words that start it again, once per rank.");
 }
 

@@ -30,7 +30,7 @@ struct BenchOptions {
   double seconds = 1.5;
   std::string transport = "auto";
   std::optional<std::string> json;
-  size_t arena_mib = 64;               ///< of `op` construct
+  size_t arena_mib = 64;  ///< of `op` construct
   CommandLine command_line;
 };
 

@@ -15,7 +15,7 @@ struct DemoOptions {
   std::string dtype = "bf16";  ///< bf16 or fp32
   std::string mode = "auto";
   std::string device = "cpu";
-  bool corrupt = false;                ///< flip one bit of a row on its way: the comparison must fail
+  bool corrupt = false;  ///< flip one bit of a row on its way: the comparison must fail
   CommandLine command_line;
 };
 
