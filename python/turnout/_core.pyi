@@ -157,6 +157,14 @@ class Handle:
 
     def __repr__(self) -> str: ...
 
+def token_of(handle: Handle, for_torch: bool = False) -> Any:
+    """
+    int64 [1], a number of the handle, as an Array or a tensor of torch; the handle lives as long as its memory.
+    """
+
+def handle_of(token: int) -> Handle:
+    """The handle of a token's number."""
+
 class DispatchResult:
     """
     What arrived. N rows, K experts per token, C rows per expert of a slab, Le local experts.

@@ -11,6 +11,10 @@ from .errors import InvalidArgument
 
 __all__ = ["Buffer", "required_bytes"]
 
+# As functions: cheaper to call than methods of self, and torch.compile, which breaks its graph at them, takes them for methods without self.
+_dispatch, _dispatch_async = _core.Buffer._dispatch, _core.Buffer._dispatch_async
+_combine, _combine_async = _core.Buffer._combine, _core.Buffer._combine_async
+
 
 class Buffer(_core.Buffer):
     """Symmetric memory of a group of ranks.
@@ -154,8 +158,8 @@ class Buffer(_core.Buffer):
         """
         if unknown:
             self._refuse_unknown(Buffer.dispatch, "dispatch", unknown, lane)
-        return self._dispatch(
-            x, topk_idx, topk_weights, side, handle, mode, layout, capacity, expert_alignment, quantize, result, out, receive, num_sms,
+        return _dispatch(
+            self, x, topk_idx, topk_weights, side, handle, mode, layout, capacity, expert_alignment, quantize, result, out, receive, num_sms,
             on_failure, lane, stream,
         )  # fmt: skip
 
@@ -184,8 +188,8 @@ class Buffer(_core.Buffer):
         """Issues the send of dispatch() and returns; receive with .wait(). The inputs, which are kept, must not change until then."""
         if unknown:
             self._refuse_unknown(Buffer.dispatch_async, "dispatch", unknown, lane)
-        return self._dispatch_async(
-            x, topk_idx, topk_weights, side, handle, mode, layout, capacity, expert_alignment, quantize, result, out, receive, num_sms,
+        return _dispatch_async(
+            self, x, topk_idx, topk_weights, side, handle, mode, layout, capacity, expert_alignment, quantize, result, out, receive, num_sms,
             on_failure, lane, stream,
         )  # fmt: skip
 
@@ -220,7 +224,7 @@ class Buffer(_core.Buffer):
         """
         if unknown:
             self._refuse_unknown(Buffer.combine, "combine", unknown, lane)
-        return self._combine(y, handle, apply, weights, side, wire, out, mode, num_sms, on_failure, lane, stream)
+        return _combine(self, y, handle, apply, weights, side, wire, out, mode, num_sms, on_failure, lane, stream)
 
     def combine_async(
         self,
@@ -242,7 +246,7 @@ class Buffer(_core.Buffer):
         """Issues combine() and returns; receive with .wait(). The inputs, which are kept, must not change until then."""
         if unknown:
             self._refuse_unknown(Buffer.combine_async, "combine", unknown, lane)
-        return self._combine_async(y, handle, apply, weights, side, wire, out, mode, num_sms, on_failure, lane, stream)
+        return _combine_async(self, y, handle, apply, weights, side, wire, out, mode, num_sms, on_failure, lane, stream)
 
     def _refuse_unknown(self, method: Any, call: str, unknown: dict[str, Any], lane: int) -> NoReturn:
         self._refuse(call, lane)  # the other ranks raise, too, instead of waiting for this one
