@@ -29,7 +29,7 @@ class PythonAllocator final : public Allocator {
     }
   }
   void deallocate(void* data, size_t num_bytes) noexcept override {
-    if (!Py_IsInitialized()) return;
+    if (!can_call_python()) return;
     const nb::gil_scoped_acquire locked;
     try {
       nb::handle(object_).attr("deallocate")(reinterpret_cast<uintptr_t>(data), num_bytes);

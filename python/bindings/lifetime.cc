@@ -93,16 +93,12 @@ UnderWay::~UnderWay() {
   if (calls.fetch_sub(1) == 1) here.load()->idle.notify_all();
 }
 
+bool can_call_python() noexcept { return Py_IsInitialized() && (PyGILState_Check() || !is_finalizing()); }
+
 void drop(PyObject* object) noexcept {
-  if (!object || !Py_IsInitialized()) return;
-  if (PyGILState_Check()) {
-    Py_DECREF(object);
-    return;
-  }
-  if (is_finalizing()) return;  // nobody gets the lock any more
-  const PyGILState_STATE state = PyGILState_Ensure();
+  if (!object || !can_call_python()) return;
+  const nb::gil_scoped_acquire locked;
   Py_DECREF(object);
-  PyGILState_Release(state);
 }
 
 void refuse_held(const char* what, bool forked) {

@@ -19,7 +19,13 @@ struct Kept {
   explicit Kept(Result made) : result(std::move(made)) {}
   Kept(const Kept&) = delete;
   Kept& operator=(const Kept&) = delete;
-  ~Kept() { drop(out); }
+  ~Kept() {
+    drop(out);
+    if (!allocator || !PyGILState_Check()) return;
+    // Whoever waits for a lock of the library must not hold the interpreter's: the allocator's turn may come meanwhile.
+    const nb::gil_scoped_release unlocked;
+    result = Result();
+  }
 };
 
 /// What a call needs beside the library's own arguments, from its issue to its result.

@@ -80,7 +80,7 @@ def _dispatch(
 
 
 def _dispatch_again(x: Tensor, handle: Tensor, buffer: int, shape: list[int], mode: str, num_sms: int, lane: int) -> Tensor:
-    routing = _core.handle_of(handle.item())
+    routing = _core.handle_of(int(handle.item()))
     result = _buffer(buffer).dispatch(x.contiguous(), handle=routing, mode=mode, num_sms=num_sms, lane=lane)
     rows = result.x.contiguous()
     # Only with a capacity are there rows that nothing came for.
@@ -94,7 +94,7 @@ def _combine(
     mode: str, num_sms: int, lane: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     result = _buffer(buffer).combine(
-        y.contiguous(), _core.handle_of(handle.item()), weights=None if weights is None else weights.contiguous(),
+        y.contiguous(), _core.handle_of(int(handle.item())), weights=None if weights is None else weights.contiguous(),
         side=None if side is None else side.contiguous(), wire=wire, mode=mode, num_sms=num_sms, lane=lane,
     )  # fmt: skip
     return result.x.contiguous(), _or_empty(result.side, y, torch.float32)

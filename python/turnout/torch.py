@@ -142,7 +142,7 @@ def dispatch(
     got = torch.ops.turnout.dispatch(
         x, topk_idx, topk_weights, buffer._number, layout, -1 if capacity is None else capacity, expert_alignment, mode, num_sms, lane
     )
-    return Dispatched(*got, num_tokens=topk_idx.shape[0], num_topk=topk_idx.shape[1], layout=layout)
+    return Dispatched(*(*got, topk_idx.shape[0], topk_idx.shape[1], layout))
 
 
 def combine(

@@ -9,10 +9,12 @@ import turnout
 import turnout.torch as tt
 
 EXPERTS, HIDDEN, WIDE, TOKENS = 8, 16, 32, 24
+# Arguments: a folder, and on GPUs the backend and "cuda".
+FOLDER, BACKEND, DEVICE = (*sys.argv[1:], *["gloo", "cpu"][len(sys.argv) - 2 :])[:3]
 
 
 def make(group=None, **changes):
-    config = dict(num_experts=EXPERTS, hidden=HIDDEN, max_tokens_per_rank=TOKENS, dtype=torch.float64, max_topk=2, timeout=30.0, busy_timeout=60.0)
+    config = dict(num_experts=EXPERTS, hidden=HIDDEN, max_tokens_per_rank=TOKENS, dtype=torch.float64, max_topk=2, timeout=30.0, busy_timeout=60.0, device=DEVICE)
     return tt.Buffer.from_group(group, **{**config, **changes})
 
 
@@ -75,7 +77,10 @@ def check_learning(rank, num_ranks):
 def main():
     rank, num_ranks = int(os.environ["TURNOUT_RANK"]), int(os.environ["TURNOUT_NUM_RANKS"])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=rank, world_size=num_ranks)
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank)
+    torch.set_default_device(DEVICE)
+    dist.init_process_group(BACKEND, init_method=f"file://{FOLDER}/store", rank=rank, world_size=num_ranks)
     check_groups(rank, num_ranks)
     check_learning(rank, num_ranks)
     dist.barrier()
