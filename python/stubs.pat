@@ -10,3 +10,6 @@
 ^turnout\._core\.__suffix__$:
     __version__: str
 
+# Of Python 3.12 and newer only.
+^turnout\._core\.Memory\.__(buffer|release_buffer)__$:
+

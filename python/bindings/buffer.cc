@@ -164,8 +164,13 @@ template <class Args>
 void keep_for_stream(const Call<Args>& call, const BufferHolder& self, nb::handle stream, std::initializer_list<nb::handle> inputs) {
   if (self.device.kind != DeviceKind::cuda || stream.is_none() || call.context.framework != Framework::torch) return;
   nb::list tensors;
+  const auto add = [&](nb::handle input) {
+    if (framework_of(input) == Framework::torch) tensors.append(input);
+  };
   for (const nb::handle input : inputs) {
-    if (!input.is_none() && framework_of(input) == Framework::torch) tensors.append(input);
+    if (!PyTuple_Check(input.ptr()) && !PyList_Check(input.ptr())) add(input);
+    else
+      for (const nb::handle side : input) add(side);
   }
   nb::module_::import_("turnout._streams").attr("keep")(tensors, reinterpret_cast<uintptr_t>(call.context.stream), self.device.index);
 }
@@ -273,7 +278,7 @@ Holder with_dispatch(BufferHolder& self, H x, H topk_idx, H topk_weights, H side
                      H quantize, H result, H out, H receive, H num_sms, H on_failure, H lane, H stream) {
   const DispatchGiven given{x,        topk_idx, topk_weights, side,    handle,  mode,       layout, capacity, expert_alignment,
                             quantize, result,   out,          receive, num_sms, on_failure, lane,   stream};
-  return call(self, given, {x, topk_idx, topk_weights});
+  return call(self, given, {x, topk_idx, topk_weights, side});
 }
 
 template <auto call, class Holder>

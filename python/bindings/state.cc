@@ -88,6 +88,7 @@ Names::Names()
       dtype(interned("dtype")),
       get_device(interned("get_device")),
       is_cpu(interned("is_cpu")),
+      is_cuda(interned("is_cuda")),
       requires_grad(interned("requires_grad")),
       dlpack(interned("__dlpack__")),
       dlpack_device(interned("__dlpack_device__")),

@@ -15,7 +15,7 @@ enum class Framework : uint8_t { none, numpy, torch, other };
 
 /// Interned strings, compared by address before anything else.
 struct Names {
-  nb::object data_ptr, shape, stride, dtype, get_device, is_cpu, requires_grad, dlpack, dlpack_device, name, isnative;
+  nb::object data_ptr, shape, stride, dtype, get_device, is_cpu, is_cuda, requires_grad, dlpack, dlpack_device, name, isnative;
   Names();
 };
 const Names& names();

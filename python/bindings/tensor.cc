@@ -81,8 +81,7 @@ Input from_torch(nb::handle array, const Wanted& wanted) {
     const nb::object index = call_method(array, n.get_device);
     const long device = PyLong_AsLong(index.ptr());
     if (device >= 0) input.view.device = {DeviceKind::cuda, static_cast<int>(device)};
-    const nb::object kind = device >= 0 ? get_attribute(get_attribute(array, nb::str("device")), nb::str("type")) : get_attribute(array, n.is_cpu);
-    if (device >= 0 ? std::string_view(text_of(kind)) != "cuda" : kind.is(nb::handle(Py_False))) {
+    if (!get_attribute(array, device >= 0 ? n.is_cuda : n.is_cpu).is(nb::handle(Py_True))) {
       refuse(wanted, "is " + describe(array) + ", but must be in the memory of the CPU or of a CUDA GPU");
     }
     const nb::object data = call_method(array, n.data_ptr);

@@ -24,11 +24,12 @@ _library.define(
     "dispatch(Tensor x, Tensor topk_idx, Tensor? topk_weights, int buffer, str layout, int capacity, int expert_alignment, "
     f"{_COMMON}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-# Rows once more along a known routing; `shape` is that of the rows of its dispatch, with the width of x.
-_library.define(f"dispatch_again(Tensor x, Tensor handle, int buffer, SymInt[] shape, {_COMMON}) -> Tensor")
+# Rows once more along a known routing; `shape` is that of the rows of its dispatch, with the width of x. With a capacity rows have a tail that
+# nothing came for; combine needs to know for its gradient.
+_library.define(f"dispatch_again(Tensor x, Tensor handle, int buffer, SymInt[] shape, bool has_tail, {_COMMON}) -> Tensor")
 _library.define(
-    "combine(Tensor y, Tensor handle, Tensor? weights, Tensor? side, int buffer, SymInt num_tokens, SymInt num_topk, str wire, "
-    f"{_COMMON}) -> (Tensor, Tensor)"
+    "combine(Tensor y, Tensor handle, Tensor? weights, Tensor? side, int buffer, SymInt num_tokens, SymInt num_topk, "
+    f"bool has_tail, str wire, {_COMMON}) -> (Tensor, Tensor)"
 )
 for _name in ("dispatch", "dispatch_again", "combine"):
     # Every rank must make every call: a compiler drops none whose result is not used.
@@ -79,19 +80,20 @@ def _dispatch(
     )
 
 
-def _dispatch_again(x: Tensor, handle: Tensor, buffer: int, shape: list[int], mode: str, num_sms: int, lane: int) -> Tensor:
+def _dispatch_again(
+    x: Tensor, handle: Tensor, buffer: int, shape: list[int], has_tail: bool, mode: str, num_sms: int, lane: int
+) -> Tensor:
     routing = _core.handle_of(int(handle.item()))
     result = _buffer(buffer).dispatch(x.contiguous(), handle=routing, mode=mode, num_sms=num_sms, lane=lane)
     rows = result.x.contiguous()
-    # Only with a capacity are there rows that nothing came for.
-    if rows.numel() and (rows.dim() == 3 or rows.shape[0] > routing.num_rows >= 0 or rows.device.type != "cpu"):
+    if has_tail:
         _clear_tail(rows, result.num_rows, result.expert_counts)
     return rows
 
 
 def _combine(
-    y: Tensor, handle: Tensor, weights: Tensor | None, side: Tensor | None, buffer: int, num_tokens: int, num_topk: int, wire: str,
-    mode: str, num_sms: int, lane: int,
+    y: Tensor, handle: Tensor, weights: Tensor | None, side: Tensor | None, buffer: int, num_tokens: int, num_topk: int, has_tail: bool,
+    wire: str, mode: str, num_sms: int, lane: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     result = _buffer(buffer).combine(
         y.contiguous(), _core.handle_of(int(handle.item())), weights=None if weights is None else weights.contiguous(),
@@ -143,10 +145,10 @@ def _combine_shapes(
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        _, topk_idx, weights, buffer, _, _, _, *common = inputs
+        _, topk_idx, weights, buffer, _, capacity, _, *common = inputs
         output = _below_autograd(torch.ops.turnout.dispatch.default, inputs)
         ctx.save_for_backward(output[-1])
-        ctx.call = (buffer, *topk_idx.shape, common)
+        ctx.call = (buffer, *topk_idx.shape, capacity >= 0, common)
         ctx.has_weights = weights is not None
         ctx.mark_non_differentiable(*output[2:])
         return output
@@ -155,20 +157,22 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, rows: Tensor, weights: Tensor, *_: Any) -> tuple[Any, ...]:
         """The gradient of x is the plain sum of its rows', that of a weight the one of its row, which comes along (side)."""
         (handle,) = ctx.saved_tensors
-        buffer, num_tokens, num_topk, common = ctx.call
+        buffer, num_tokens, num_topk, has_tail, common = ctx.call
         side = weights if ctx.has_weights else None
-        x, topk_weights = torch.ops.turnout.combine(rows, handle, None, side, buffer, num_tokens, num_topk, "payload", *common)
+        x, topk_weights = torch.ops.turnout.combine(
+            rows, handle, None, side, buffer, num_tokens, num_topk, has_tail, "payload", *common
+        )
         return (x, None, topk_weights if ctx.has_weights else None, *[None] * 7)
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        y, handle, weights, _, buffer, _, _, _, *common = inputs
+        y, handle, weights, _, buffer, _, _, has_tail, _, *common = inputs
         output = _below_autograd(torch.ops.turnout.combine.default, inputs)
         # Without weights y itself is not needed, only its shape.
         ctx.save_for_backward(handle, *((y, weights) if weights is not None else ()))
-        ctx.call = (buffer, y.shape, common)
+        ctx.call = (buffer, y.shape, has_tail, common)
         ctx.mark_non_differentiable(output[1])
         return output
 
@@ -176,14 +180,14 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, x: Tensor, _: Any) -> tuple[Any, ...]:
         """The gradient of a row is its token's, times its weight; that of a weight the product of the row and the token's gradient."""
         handle, *saved = ctx.saved_tensors
-        buffer, shape, common = ctx.call
-        rows = torch.ops.turnout.dispatch_again(x, handle, buffer, shape, *common)
+        buffer, shape, has_tail, common = ctx.call
+        rows = torch.ops.turnout.dispatch_again(x, handle, buffer, shape, has_tail, *common)
         if not saved:
-            return (rows, *[None] * 10)
+            return (rows, *[None] * 11)
         y, weights = saved
         wide = torch.promote_types(torch.float32, y.dtype)
         gradient_of_weights = (rows.to(wide) * y.to(wide)).sum(-1).to(weights.dtype)
-        return ((rows.to(wide) * weights.unsqueeze(-1)).to(y.dtype), None, gradient_of_weights, *[None] * 8)
+        return ((rows.to(wide) * weights.unsqueeze(-1)).to(y.dtype), None, gradient_of_weights, *[None] * 9)
 
 
 def _uncompiled(function: Any) -> Any:

@@ -113,6 +113,7 @@ class Dispatched:
     num_tokens: int  #: T of this rank
     num_topk: int  #: K
     layout: str
+    has_tail: bool  #: a capacity was given: there may be rows that nothing came for
 
 
 def dispatch(
@@ -142,7 +143,7 @@ def dispatch(
     got = torch.ops.turnout.dispatch(
         x, topk_idx, topk_weights, buffer._number, layout, -1 if capacity is None else capacity, expert_alignment, mode, num_sms, lane
     )
-    return Dispatched(*(*got, topk_idx.shape[0], topk_idx.shape[1], layout))
+    return Dispatched(*(*got, topk_idx.shape[0], topk_idx.shape[1], layout, capacity is not None))
 
 
 def combine(
@@ -168,7 +169,7 @@ def combine(
             raise InvalidArgument(f"combine: weights are {list(weights.shape)}, but must be {list(y.shape[:-1])}, one for each row of y")
         weights = weights.to(torch.float32)
     out, _ = torch.ops.turnout.combine(
-        y, sent.handle, weights, None, buffer._number, sent.num_tokens, sent.num_topk, wire, mode, num_sms, lane
+        y, sent.handle, weights, None, buffer._number, sent.num_tokens, sent.num_topk, sent.has_tail, wire, mode, num_sms, lane
     )
     return out
 
@@ -199,8 +200,10 @@ class MoELayer(nn.Module):
             nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts of each token and their weights, which add up to 1."""
-        scores = self.gate(x).float().softmax(-1)
+        """The experts of each token and their weights, which add up to 1. In fp32 or wider, whatever autocast says: rounding would choose others."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            scores = functional.linear(x.to(wide), self.gate.weight.to(wide)).softmax(-1)
         weights, idx = scores.topk(self.top_k, -1)
         return idx, weights / weights.sum(-1, keepdim=True)
 

@@ -166,8 +166,8 @@ def test_operators_are_what_torch_expects(alone):
     sent = tt.dispatch(alone, x, idx, weights, layout="expert_major")
     number = alone._number
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(torch.ops.turnout.dispatch_again.default, (x, sent.handle, number, list(sent.x.shape), "auto", 0, 0), test_utils=tests[:2])
-    arguments = (sent.x.detach().requires_grad_(), sent.handle, None, None, number, len(x), TOPK, "payload", "auto", 0, 0)
+    torch.library.opcheck(torch.ops.turnout.dispatch_again.default, (x, sent.handle, number, list(sent.x.shape), False, "auto", 0, 0), test_utils=tests[:2])
+    arguments = (sent.x.detach().requires_grad_(), sent.handle, None, None, number, len(x), TOPK, False, "payload", "auto", 0, 0)
     torch.library.opcheck(torch.ops.turnout.combine.default, arguments, test_utils=tests)
 
 
@@ -205,6 +205,7 @@ def test_a_policy_keeps_what_was_sent(alone):
 
 
 def test_mixed_precision(alone):
+    torch.manual_seed(0)
     module = tt.MoELayer(alone, HIDDEN, WIDE, top_k=TOPK)
     x = problem(0, 8, torch.float32)[0].requires_grad_()
     want = dense(module, x)
@@ -236,7 +237,7 @@ def test_a_routing_lives_as_long_as_its_tensor(alone):
     stale = sent.handle.clone()
     del sent
     with pytest.raises(turnout.InvalidArgument, match="no handle of this process"):
-        torch.ops.turnout.combine(x, stale, None, None, alone._number, len(x), TOPK, "payload", "auto", 0, 0)
+        torch.ops.turnout.combine(x, stale, None, None, alone._number, len(x), TOPK, False, "payload", "auto", 0, 0)
 
 
 def test_what_is_wrong_is_told(alone):

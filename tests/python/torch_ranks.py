@@ -62,7 +62,7 @@ def check_learning(rank, num_ranks):
         losses.append(total.item())
     weights = [gate.requires_grad_(), up.requires_grad_(), down.requires_grad_()]
     for have in losses:
-        scores, idx = (x @ gate.T).float().softmax(-1).topk(2, -1)
+        scores, idx = (x @ gate.T).softmax(-1).topk(2, -1)
         scores = scores / scores.sum(-1, keepdim=True)
         every = torch.einsum("ebw,ewh->ebh", torch.nn.functional.gelu(torch.einsum("bh,ehw->ebw", x, up)), down)
         out = (scores.unsqueeze(-1) * every[idx, torch.arange(TOKENS)[:, None]]).sum(1)
