@@ -133,7 +133,7 @@ int bench_rank(Communicator& communicator, const BenchOptions& o) {
   if (speaks) std::printf("verified against the reference, bit for bit (%ld tokens per rank)\n", static_cast<long>(small.tokens[0]));
 
   Report report = new_report("turnout bench");
-  for (const std::string& word : o.arguments) report.command += word == "bench" ? "" : " " + word;
+  for (const std::string& word : o.command_line.arguments) report.command += word == "bench" ? "" : " " + word;
   report.host.gpu = where.gpus.summary();
   time_calls(communicator, where, plan, o, report);
   if (speaks) print_cases(report, plan);
@@ -156,7 +156,7 @@ int run_bench(const BenchOptions& options) {
   CommunicatorOptions communicator;
   communicator.transport = options.transport;
   return run_ranks(
-      options.ranks, placement_from(options.placement), options.arguments, [&](Communicator& c) { return bench_rank(c, options); }, communicator);
+      options.ranks, placement_from(options.placement), options.command_line, [&](Communicator& c) { return bench_rank(c, options); }, communicator);
 }
 
 }  // namespace turnout::tools

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "tools/command_line.h"
 #include "turnout/communicator.h"
 #include "turnout/types.h"
 
@@ -29,8 +30,8 @@ struct BenchOptions {
   double seconds = 1.5;
   std::string transport = "auto";
   std::optional<std::string> json;
-  size_t arena_mib = 64;               ///< of `op` construct
-  std::vector<std::string> arguments;  ///< of this program, to start it again
+  size_t arena_mib = 64;  ///< of `op` construct
+  CommandLine command_line;
 };
 
 /// Throws: InvalidArgument. Returns the exit status: 1 if a result was wrong.

@@ -369,7 +369,7 @@ int run_demo(const DemoOptions& options) {
   if (options.corrupt && device_from(options.device).kind == DeviceKind::cpu && (alone ? options.ranks : launched.num_ranks) < 2) {
     throw InvalidArgument("--corrupt needs --ranks 2 or more: on one rank nothing is on its way");
   }
-  return run_ranks(options.ranks, placement_from(options.placement), options.arguments,
+  return run_ranks(options.ranks, placement_from(options.placement), options.command_line,
                    [&](Communicator& communicator) { return Demo(communicator, options).run(); });
 }
 

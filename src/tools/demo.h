@@ -3,6 +3,8 @@
 #include <string>
 #include <vector>
 
+#include "tools/command_line.h"
+
 namespace turnout::tools {
 
 struct DemoOptions {
@@ -13,8 +15,8 @@ struct DemoOptions {
   std::string dtype = "bf16";  ///< bf16 or fp32
   std::string mode = "auto";
   std::string device = "cpu";
-  bool corrupt = false;                ///< flip one bit of a row on its way: the comparison must fail
-  std::vector<std::string> arguments;  ///< of this program, to start it again
+  bool corrupt = false;  ///< flip one bit of a row on its way: the comparison must fail
+  CommandLine command_line;
 };
 
 /// Throws: InvalidArgument. Returns the exit status: 1 if the layers differ.

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "tools/command_line.h"
 #include "turnout/communicator.h"
 
 namespace turnout::tools {
@@ -21,7 +22,7 @@ Placement placement_from(const std::string& text);
 ///   under a launcher   this process is one of its ranks; `num_ranks` is not used
 ///   processes          this program again, `num_ranks` times, with the same arguments (through `turnout launch`)
 ///   threads            virtual ranks of this process
-int run_ranks(int num_ranks, Placement placement, const std::vector<std::string>& arguments, const std::function<int(Communicator&)>& body,
+int run_ranks(int num_ranks, Placement placement, const CommandLine& command_line, const std::function<int(Communicator&)>& body,
               const CommunicatorOptions& options = {});
 
 }  // namespace turnout::tools

@@ -196,7 +196,8 @@ int run_selftest(const SelftestOptions& options) {
   CommunicatorOptions communicator;
   communicator.transport = options.transport;
   return run_ranks(
-      options.ranks, placement_from(options.placement), options.arguments, [&](Communicator& c) { return selftest_rank(c, options); }, communicator);
+      options.ranks, placement_from(options.placement), options.command_line, [&](Communicator& c) { return selftest_rank(c, options); },
+      communicator);
 }
 
 }  // namespace turnout::tools

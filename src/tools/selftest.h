@@ -4,6 +4,8 @@
 #include <string>
 #include <vector>
 
+#include "tools/command_line.h"
+
 namespace turnout::tools {
 
 struct SelftestOptions {
@@ -13,7 +15,7 @@ struct SelftestOptions {
   std::string device = "cpu";
   std::optional<std::string> json;
   bool verbose = false;
-  std::vector<std::string> arguments;  ///< of this program, to start it again
+  CommandLine command_line;
 };
 
 /// Returns the exit status: 1 if anything was wrong.

@@ -1,0 +1,59 @@
+#include "bindings/allocator.h"
+
+#include <utility>
+
+#include "bindings/errors.h"
+#include "bindings/lifetime.h"
+#include "bindings/tensor.h"
+
+namespace turnout::python {
+
+namespace {
+
+thread_local void* stream_of_call = nullptr;
+
+class PythonAllocator final : public Allocator {
+ public:
+  explicit PythonAllocator(nb::object object) : object_(object.release().ptr()) {}
+  ~PythonAllocator() override { drop(object_); }
+
+  void* allocate(size_t num_bytes) override {
+    const nb::gil_scoped_acquire locked;
+    try {
+      const nb::object address = nb::handle(object_).attr("allocate")(num_bytes, reinterpret_cast<uintptr_t>(stream_of_call));
+      return reinterpret_cast<void*>(nb::cast<uintptr_t>(address));
+    } catch (nb::python_error& error) {
+      throw TransportError("the allocator's allocate(" + std::to_string(num_bytes) + ", stream) raised: " + words_of(error));
+    } catch (const nb::cast_error&) {
+      throw TransportError("the allocator's allocate(" + std::to_string(num_bytes) + ", stream) must return the address, an integer");
+    }
+  }
+  void deallocate(void* data, size_t num_bytes) noexcept override {
+    if (!can_call_python()) return;
+    const nb::gil_scoped_acquire locked;
+    try {
+      nb::handle(object_).attr("deallocate")(reinterpret_cast<uintptr_t>(data), num_bytes);
+    } catch (nb::python_error& error) {
+      error.discard_as_unraisable("turnout: deallocate of an allocator");
+    }
+  }
+
+ private:
+  PyObject* const object_;
+};
+
+}  // namespace
+
+std::shared_ptr<Allocator> allocator_of(nb::object object) {
+  if (object.is_none()) return nullptr;
+  if (!nb::hasattr(object, "allocate") || !nb::hasattr(object, "deallocate")) {
+    throw InvalidArgument("Buffer: allocator is " + describe(object) +
+                          ", but must have allocate(num_bytes, stream), which returns an address, and deallocate(address, num_bytes)");
+  }
+  return std::make_shared<PythonAllocator>(std::move(object));
+}
+
+AllocatingFor::AllocatingFor(void* stream) { stream_of_call = stream; }
+AllocatingFor::~AllocatingFor() { stream_of_call = nullptr; }
+
+}  // namespace turnout::python
