@@ -315,6 +315,11 @@ def write(path, what):
     print(path)
 
 
+def asked_gpus(words):
+    """What a program is told to use; tests find out for themselves."""
+    return int(words[words.index("--gpus") + 1]) if "--gpus" in words else 1
+
+
 def test(args):
     folder, number, words = pathlib.Path(args.folder).resolve(), *gpus()
     trees = read_trees(folder)
@@ -325,8 +330,13 @@ def test(args):
     if not jobs:
         sys.exit(f"gpu.py: no test of {folder} has {args.filter!r} in its name")
     print(f"{words or 'no GPU'}: {len(jobs)} runs, up to {AT_ONCE} at a time on a GPU")
-    run_jobs([job for job in jobs if not job.alone], folder, logs, AT_ONCE, number)
-    run_jobs([job for job in jobs if job.alone], folder, logs, 1, number)
+    able = [job for job in jobs if asked_gpus(job.words) <= max(number, 1)]
+    for job in jobs:
+        if job not in able:
+            job.skipped = 1
+            print(f"{job.name}: skipped, it asks for {asked_gpus(job.words)} GPUs", flush=True)
+    run_jobs([job for job in able if not job.alone], folder, logs, AT_ONCE, number)
+    run_jobs([job for job in able if job.alone], folder, logs, 1, number)
     passed, skipped = sum(j.passed for j in jobs), sum(j.skipped for j in jobs)
     failed = [f"{j.name}: {name}" for j in jobs for name in j.failed]
     for job in jobs:
