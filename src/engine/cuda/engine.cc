@@ -9,9 +9,9 @@
 #include "engine/cuda/carver.h"
 #include "engine/cuda/kernels.h"
 #include "engine/cuda/sizes.h"
-#include "transport/agree.h"
 #include "transport/device/driver.h"
 #include "transport/device/gpu.h"
+#include "transport/device/shared.h"
 
 namespace turnout::engine::cuda {
 
