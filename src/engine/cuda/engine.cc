@@ -11,6 +11,7 @@
 #include "engine/cuda/sizes.h"
 #include "transport/device/driver.h"
 #include "transport/device/gpu.h"
+#include "transport/device/shared.h"
 
 namespace turnout::engine::cuda {
 
@@ -113,8 +114,23 @@ Engine::Engine(DeviceEngineSetup setup)
     throw InvalidArgument("Buffer: num_experts is " + std::to_string(config_.num_experts) +
                           ", more than a GPU's shared memory can count at once (about 11000)");
   }
+  // What one rank lacks all are told: they would else wait for it.
+  const auto built = transport::tell_all(bootstrap_, "CUDA engine", "", [&] {
+    build(std::move(setup.window), setup.allocator);
+    return std::string();
+  });
+  try {
+    transport::check_agreed(built, rank_, "CUDA engine");
+  } catch (...) {
+    if (device_words_) shared_->pool->free(device_words_, side_stream_);
+    throw;
+  }
+  watch_ = std::thread([this] { watch_peers(); });
+}
+
+void Engine::build(std::unique_ptr<transport::DeviceWindow> window, Allocator* allocator) {
   const Arena arena = Arena::of(arena_shape(config_, num_ranks_));
-  shared_ = std::make_shared<Shared>(std::move(setup.window), arena, device_, setup.allocator, sharers_ == 1);
+  shared_ = std::make_shared<Shared>(std::move(window), arena, device_, allocator, sharers_ == 1);
   load_kernels(device_, shared_->stream);
 
   check(cudaDeviceGetAttribute(&num_sms_, cudaDevAttrMultiProcessorCount, device_), "cudaDeviceGetAttribute");
@@ -155,8 +171,6 @@ Engine::Engine(DeviceEngineSetup setup)
   std::vector<int> owners;
   for (int e = 0; e < config_.num_experts; ++e) owners.push_back(map.rank_of(e));
   set_experts(owners);
-  bootstrap_.barrier("CUDA engine");
-  watch_ = std::thread([this] { watch_peers(); });
 }
 
 Engine::~Engine() {

@@ -168,6 +168,8 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
     uint32_t *flags = nullptr, *begins = nullptr, *offers = nullptr;
   };
 
+  /// The part of construction that may fail on one rank alone.
+  void build(std::unique_ptr<transport::DeviceWindow> window, Allocator* allocator);
   /// `num_calls_ago`: how many calls of the lane were issued since.
   Common common(int lane, const CallFacts& facts, int num_calls_ago, bool last_of_send) const;
   int blocks(int wanted) const;
