@@ -327,7 +327,6 @@ def test(args):
     logs = pathlib.Path(args.logs or folder / "logs").resolve()
     logs.mkdir(parents=True, exist_ok=True)
     jobs = jobs_of(folder, part, total, args.filter)
-    jobs = [job for job in jobs if number > 1 or "--gpus" not in job.words]  # a soak cannot say that it was skipped
     if not jobs:
         sys.exit(f"gpu.py: no test of {folder} has {args.filter!r} in its name")
     print(f"{words or 'no GPU'}: {len(jobs)} runs, up to {AT_ONCE} at a time on a GPU")
