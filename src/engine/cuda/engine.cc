@@ -35,6 +35,7 @@ LeaseMemory::LeaseMemory(transport::DeviceWindow& window, const Arena& arena, st
   bool by_host = false;
   for (int r = 0; r < arena.num_ranks; ++r) by_host = by_host || window.link(r) == transport::DeviceLink::host;
   if (!by_host) return;
+  const auto held = transport::device::hold_side_streams();
   apart_ = begin_ = pool_->allocate(std::max<size_t>(num_bytes_, 1), stream_,
                                     "cudaMallocAsync of " + std::to_string(num_bytes_) + " bytes for results (receive_bytes)");
   check(cudaStreamSynchronize(stream_), "cudaMallocAsync");
@@ -157,6 +158,7 @@ void Engine::build(std::unique_ptr<transport::DeviceWindow> window, Allocator* a
   };
   device_words_bytes_ = carve(nullptr);
   side_stream_ = shared_->stream;
+  const auto held = transport::device::hold_side_streams();
   device_words_ = shared_->pool->allocate(device_words_bytes_, side_stream_, "allocating the Buffer's words");
   carve(device_words_);
   check(cudaMemsetAsync(device_words_, 0, device_words_bytes_, side_stream_), "cudaMemset");
@@ -249,6 +251,7 @@ void Engine::set_experts(const std::vector<int>& expert_to_rank) {
   table.by_rank = table.first + num_ranks_ + 1;
   std::lock_guard lock(mutex_);
   finish_calls("waiting for earlier calls, which read the old map");
+  const auto held = transport::device::hold_side_streams();
   check(cudaMemcpyAsync(expert_arrays_, arrays.data(), arrays.size() * 4, cudaMemcpyHostToDevice, side_stream_), "cudaMemcpy");
   check(cudaMemcpyAsync(experts_, &table, sizeof table, cudaMemcpyHostToDevice, side_stream_), "cudaMemcpy");
   check(cudaStreamSynchronize(side_stream_), "writing the expert map");

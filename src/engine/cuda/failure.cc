@@ -77,6 +77,7 @@ void Engine::read(void* to, const void* from, size_t num_bytes, std::string_view
   std::lock_guard lock(read_mutex_);
   for (size_t at = 0; at < num_bytes; at += kReadBytes) {
     const size_t piece = std::min(num_bytes - at, kReadBytes);
+    const auto held = transport::device::hold_side_streams();
     check(cudaMemcpyAsync(read_room_->host(), static_cast<const std::byte*>(from) + at, piece, cudaMemcpyDeviceToHost, side_stream_), what);
     check(cudaStreamSynchronize(side_stream_), what);
     std::memcpy(static_cast<std::byte*>(to) + at, read_room_->host(), piece);
@@ -237,6 +238,7 @@ void Engine::recover() {
     }
     LaneControl fresh;
     std::fill(std::begin(fresh.epoch), std::end(fresh.epoch), latest + 1);
+    const auto held = transport::device::hold_side_streams();
     check(cudaMemcpyAsync(lane_controls_ + l, &fresh, sizeof fresh, cudaMemcpyHostToDevice, side_stream_), "cudaMemcpy");
     check(cudaStreamSynchronize(side_stream_), "writing epochs");
     lanes_[l].outstanding = 0;
@@ -248,8 +250,11 @@ void Engine::recover() {
     generation_ = next_generation;
     host_failure_ = nullptr;
   }
-  check(cudaMemcpyAsync(&control_->generation, &generation_, sizeof generation_, cudaMemcpyHostToDevice, side_stream_), "cudaMemcpy");
-  check(cudaStreamSynchronize(side_stream_), "writing the generation");
+  {
+    const auto held = transport::device::hold_side_streams();
+    check(cudaMemcpyAsync(&control_->generation, &generation_, sizeof generation_, cudaMemcpyHostToDevice, side_stream_), "cudaMemcpy");
+    check(cudaStreamSynchronize(side_stream_), "writing the generation");
+  }
   *static_cast<volatile uint64_t*>(&words_->host()->status) = 0;
   std::memset(static_cast<void*>(&words_->host()->record), 0, sizeof(DeviceRecord));
   bootstrap_.barrier("recovered");

@@ -188,8 +188,11 @@ Memory::~Memory() {
     allocator_->deallocate(r.data, r.num_bytes);
     if (r.event) cudaEventDestroy(r.event);
   }
-  for (std::byte* data : all_) pool_->free(data, stream_);
-  cudaStreamSynchronize(stream_);
+  {
+    const auto held = transport::device::hold_side_streams();
+    for (std::byte* data : all_) pool_->free(data, stream_);
+    cudaStreamSynchronize(stream_);
+  }
   cudaSetDevice(before);
 }
 
@@ -226,6 +229,7 @@ Memory::Piece Memory::take(size_t num_bytes, cudaStream_t stream) {
   // cudaMalloc may wait for the GPU to be idle, and with it for a kernel that waits for this very rank. An allocation in order of a
   // stream that does nothing else does not, and is out of the way of a capture.
   transport::device::CurrentDevice current(device_);
+  const auto held = transport::device::hold_side_streams();
   std::byte* const data = pool_->allocate(size, stream_, "allocating " + std::to_string(size) + " bytes for a result");
   check(cudaStreamSynchronize(stream_), "allocating memory for a result");
   all_.push_back(data);

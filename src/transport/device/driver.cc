@@ -103,6 +103,7 @@ CurrentDevice::~CurrentDevice() {
 
 void clear(int device, std::byte* data, size_t num_bytes) {
   const cudaStream_t stream = side_stream(device);
+  const auto held = hold_side_streams();
   check(cudaMemsetAsync(data, 0, num_bytes, stream), "clearing memory");
   check(cudaStreamSynchronize(stream), "clearing memory");
 }

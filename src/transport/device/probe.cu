@@ -65,12 +65,14 @@ void probe(Bootstrap& bootstrap, std::string_view step, const std::vector<std::b
   const std::string first = std::string(step) + ": written", second = std::string(step) + ": found";
   const auto written = tell_all(bootstrap, first, "", [&] {
     const CurrentDevice current(device);
+    const auto held = hold_side_streams();
     write_to_peers(memory, rank, side_stream(device));
     return std::string();
   });
   check_agreed(written, bootstrap.rank(), first);
   const auto found = tell_all(bootstrap, second, "", [&] {
     const CurrentDevice current(device);
+    const auto held = hold_side_streams();
     find_in_own(memory, rank, device);
     return std::string();
   });

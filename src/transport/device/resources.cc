@@ -53,6 +53,11 @@ cudaStream_t side_stream(int device) {
   return all.side[device] = make_stream(greatest);
 }
 
+std::unique_lock<std::recursive_mutex> hold_side_streams() {
+  static auto* const mutex = new std::recursive_mutex;  // NOLINT(cppcoreguidelines-owning-memory): as Streams
+  return std::unique_lock(*mutex);
+}
+
 std::shared_ptr<CUstream_st> borrow_stream(int device) {
   Streams& all = streams();
   cudaStream_t stream = nullptr;
@@ -104,6 +109,7 @@ std::shared_ptr<void> borrow_pinned(size_t num_bytes) {
 }
 
 MemoryPool::MemoryPool(int device) : device_(device) {
+  const auto held = hold_side_streams();
   const CurrentDevice current(device);
   cudaMemPoolProps props{};
   props.allocType = cudaMemAllocationTypePinned;
@@ -123,9 +129,13 @@ MemoryPool::MemoryPool(int device) : device_(device) {
   }
 }
 
-MemoryPool::~MemoryPool() { (void)cudaMemPoolDestroy(pool_); }
+MemoryPool::~MemoryPool() {
+  const auto held = hold_side_streams();
+  (void)cudaMemPoolDestroy(pool_);
+}
 
 std::byte* MemoryPool::allocate(size_t num_bytes, cudaStream_t stream, std::string_view what) {
+  const auto held = hold_side_streams();
   const CurrentDevice current(device_);
   void* data = nullptr;
   check(cudaMallocFromPoolAsync(&data, num_bytes, pool_, stream), what);
@@ -134,6 +144,7 @@ std::byte* MemoryPool::allocate(size_t num_bytes, cudaStream_t stream, std::stri
 
 void MemoryPool::free(std::byte* data, cudaStream_t stream) noexcept {
   try {
+    const auto held = hold_side_streams();
     const CurrentDevice current(device_);
     (void)cudaFreeAsync(data, stream);
   } catch (const TransportError&) {

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <mutex>
 #include <string_view>
 
 namespace turnout::transport::device {
@@ -12,6 +13,10 @@ namespace turnout::transport::device {
 /// The stream of this process for short work on `device` that waits for nobody: allocations, words that the host reads and writes.
 /// One for all, never destroyed: streams share the queues of the GPU (CUDA_DEVICE_MAX_CONNECTIONS), so there should be few of them.
 cudaStream_t side_stream(int device);
+
+/// Whoever puts work on side streams or waits for them holds this meanwhile, as allocations and frees of MemoryPool do. Two threads in
+/// cudaFreeAsync and cudaStreamSynchronize of one stream can wait for each other's locks inside the driver for ever (580.159.04).
+std::unique_lock<std::recursive_mutex> hold_side_streams();
 
 /// A stream that waits for no other. When the last owner lets it go, and it is idle, it is kept for who asks next.
 std::shared_ptr<CUstream_st> borrow_stream(int device);
