@@ -4,6 +4,18 @@
 
 namespace turnout::tools {
 
+namespace {
+
+/// Bytes from the first element of a view to its last.
+size_t span_bytes(const TensorView& t) {
+  if (!t.defined() || t.num_elements() == 0) return 0;
+  int64_t last = 0;
+  for (size_t d = 0; d < static_cast<size_t>(t.ndim); ++d) last += (t.shape[d] - 1) * t.strides[d];
+  return static_cast<size_t>(last + 1) * size_of(t.dtype);
+}
+
+}  // namespace
+
 TensorView GpuPlace::put(const TensorView& host) {
   TensorView there = host;
   if (!host.defined()) return there;

@@ -1,10 +1,40 @@
 // Where the memory of a test's tensors is: on the host as it stands, or on a device that a test brings along.
 #pragma once
-#include "tools/place.h"
+#include <cstddef>
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "turnout/tensor.h"
 
 namespace turnout::testing {
 
-using tools::Place;
-using tools::span_bytes;
+/// The host: nothing is copied.
+class Place {
+ public:
+  virtual ~Place() = default;
+  virtual Device device() const { return {}; }
+  virtual Stream stream() const { return {}; }
+  /// An input of a call, in the memory of the place.
+  virtual TensorView put(const TensorView& host) { return host; }
+  /// Of put(): what was issued may still use it.
+  virtual void give_back(const TensorView&) {}
+  /// Writes rows into memory that a result holds.
+  virtual void write(void* to, const void* from, size_t num_bytes) { std::memcpy(to, from, num_bytes); }
+  virtual void fill(void* to, int value, size_t num_bytes) { std::memset(to, value, num_bytes); }
+  /// What a result holds, where the test can read it.
+  virtual TensorView get(const TensorView& there) { return there; }
+  /// After a call: what is asynchronous has happened.
+  virtual void finish() {}
+};
+
+/// Bytes from the first element of a view to its last.
+inline size_t span_bytes(const TensorView& t) {
+  if (!t.defined() || t.num_elements() == 0) return 0;
+  int64_t last = 0;
+  for (int d = 0; d < t.ndim; ++d) last += (t.shape[static_cast<size_t>(d)] - 1) * t.strides[static_cast<size_t>(d)];
+  return static_cast<size_t>(last + 1) * size_of(t.dtype);
+}
 
 }  // namespace turnout::testing
