@@ -12,6 +12,7 @@
 #include <type_traits>
 
 #include "core/math.h"
+#include "core/span.h"
 #include "engine/cpu/row_format.h"
 
 namespace turnout::api {
@@ -95,26 +96,10 @@ void check_numbers(const Name& what, const TensorView& t, std::initializer_list<
   check_aligned(what, t);
 }
 
-/// No address is further from another: what is wraps around.
-constexpr int64_t kMostSpan = int64_t{1} << 47;
-
 /// What nearly every matrix is: to find out what is wrong with another one takes longer.
 bool is_good_matrix(const TensorView& t) {
   return t.ndim == 2 && t.shape[0] > 0 && t.shape[1] > 0 && t.data && t.strides[1] == 1 && t.strides[0] >= 0 && t.dtype <= DType::fp64 &&
          is_aligned(t);
-}
-
-/// Bytes from the first element to behind the last one. REQUIRES: no extent and no stride is negative. The largest number if it wraps.
-int64_t span_of(const TensorView& t) {
-  int64_t last = 0;
-  for (int d = 0; d < t.ndim; ++d) {
-    const auto i = static_cast<size_t>(d);
-    if (t.shape[i] <= 0) return 0;
-    int64_t step = 0;
-    if (t.shape[i] > 1 && __builtin_mul_overflow(t.shape[i] - 1, t.strides[i], &step)) return kMost;
-    if (__builtin_add_overflow(last, step, &last)) return kMost;
-  }
-  return last == kMost ? kMost : bytes_of(last + 1, t.dtype);
 }
 
 /// A matrix of rows: two dimensions, last stride 1, data unless there are no rows, aligned to its elements, on the CPU.
@@ -137,7 +122,8 @@ void check_matrix(const Name& what, const TensorView& t, int ndim = 2) {
 
 /// Once its extents are known to be good, so that they are told apart from strides.
 void check_span(const Name& what, const TensorView& t) {
-  if (t.defined() && span_of(t) > kMostSpan) refuse(what + " is " + t.to_string() + ": it would reach further than memory does");
+  constexpr size_t kMostSpan = size_t{1} << 47;  // no address is further from another: what is wraps around
+  if (core::span_bytes(t) > kMostSpan) refuse(what + " is " + t.to_string() + ": it would reach further than memory does");
 }
 
 void check_shape(const Name& what, const TensorView& t, std::initializer_list<int64_t> shape) {
@@ -235,10 +221,7 @@ void check_memory(const engine::Context& context, const DispatchArgs& args) {
   if (context.config.device.kind != DeviceKind::cpu) return;  // a GPU's engine knows its memory
   static const double memory = static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGESIZE));
   double rows = static_cast<double>(*args.capacity);
-  if (args.layout == Layout::expert_slab) {
-    std::lock_guard lock(context.experts_mutex);
-    rows *= context.experts->num_local(context.rank);
-  }
+  if (args.layout == Layout::expert_slab) rows *= context.num_local_experts();
   double row = args.layout == Layout::rank_major ? static_cast<double>(args.topk_idx.shape[1]) * 8 : 4;  // ids and weights
   if (!args.out.defined()) row += static_cast<double>(bytes_of(args.x.shape[1], args.x.dtype));
   for (const TensorView& side : args.side) {
@@ -253,13 +236,7 @@ void check_memory(const engine::Context& context, const DispatchArgs& args) {
 void check_slab_out(const engine::Context& context, const DispatchArgs& args) {
   const internal::Routing* r = args.handle ? args.handle->routing().get() : nullptr;
   if ((r ? r->layout : args.layout) != Layout::expert_slab) refuse("dispatch: out is " + args.out.to_string() + ", but must have 2 dimensions");
-  int64_t local = 0;
-  if (r) {
-    local = r->num_local_experts();
-  } else {
-    std::lock_guard lock(context.experts_mutex);
-    local = context.experts->num_local(context.rank);
-  }
+  const int64_t local = r ? r->num_local_experts() : context.num_local_experts();
   check_shape("dispatch: out", args.out, {local, r ? r->capacity : args.capacity.value_or(0), args.x.shape[1]});
   check_dense("dispatch: out", args.out);
 }
@@ -299,10 +276,10 @@ void check_routing_args(const engine::Context& context, const DispatchArgs& args
 
 /// Columns of one matrix beside each other are apart, too.
 bool overlap(const TensorView& a, const TensorView& b) {
-  if (!a.defined() || !b.defined()) return false;
+  const size_t first_bytes = core::span_bytes(a), second_bytes = core::span_bytes(b);
+  if (first_bytes == 0 || second_bytes == 0) return false;
   const auto first = reinterpret_cast<uintptr_t>(a.data), second = reinterpret_cast<uintptr_t>(b.data);
-  if (first + static_cast<uintptr_t>(span_of(a)) <= second || second + static_cast<uintptr_t>(span_of(b)) <= first) return false;
-  if (span_of(a) == 0 || span_of(b) == 0) return false;
+  if (first + first_bytes <= second || second + second_bytes <= first) return false;
   if (a.ndim != 2 || b.ndim != 2) return true;
   const int64_t stride = a.strides[0] * static_cast<int64_t>(size_of(a.dtype)),
                 widths[] = {bytes_of(a.shape[1], a.dtype), bytes_of(b.shape[1], b.dtype)};

@@ -64,11 +64,7 @@ void Buffer::close() {
 const BufferConfig& Buffer::config() const { return body(impl_, "config").context()->config; }
 int Buffer::rank() const { return body(impl_, "rank").context()->rank; }
 int Buffer::num_ranks() const { return body(impl_, "num_ranks").context()->num_ranks; }
-int Buffer::num_local_experts() const {
-  const auto& context = *body(impl_, "num_local_experts").context();
-  std::lock_guard lock(impl_->context()->experts_mutex);
-  return context.experts->num_local(context.rank);
-}
+int Buffer::num_local_experts() const { return body(impl_, "num_local_experts").context()->num_local_experts(); }
 uint64_t Buffer::num_fresh_results() const { return body(impl_, "num_fresh_results").context()->fresh_results.load(std::memory_order_relaxed); }
 size_t Buffer::num_bytes() const {
   return body(impl_, "num_bytes").device() ? impl_->device()->num_bytes() : api::arena_bytes(impl_->context()->layout);

@@ -64,11 +64,11 @@ BufferImpl::BufferImpl(std::shared_ptr<CommunicatorImpl> communicator, const Buf
 /// Every fact of the configuration on every rank, compared; a difference raises on all ranks.
 void BufferImpl::agree(const BufferConfig& config) {
   std::string map, replicas;
+  for (int rank : config.expert_to_rank) map += std::to_string(rank) + " ";
   // Written out or left out, the same map is the same.
-  const auto split = core::ExpertMap::split(config.num_experts, communicator_->transport->num_ranks());
-  const bool by_default = config.expert_to_rank.empty() || std::ranges::equal(config.expert_to_rank, split.owners());
-  if (!by_default) {
-    for (int rank : config.expert_to_rank) map += std::to_string(rank) + " ";
+  if (!map.empty()) {
+    const auto split = core::ExpertMap::split(config.num_experts, communicator_->transport->num_ranks());
+    if (std::ranges::equal(config.expert_to_rank, split.owners())) map.clear();
   }
   for (int logical : config.replica_of) replicas += std::to_string(logical) + " ";
   const std::vector<std::pair<std::string, std::string>> facts = {

@@ -1,27 +1,16 @@
 #include "tools/place.h"
 
+#include "core/span.h"
 #include "transport/cuda.h"
 
 namespace turnout::tools {
-
-namespace {
-
-/// Bytes from the first element of a view to its last.
-size_t span_bytes(const TensorView& t) {
-  if (!t.defined() || t.num_elements() == 0) return 0;
-  int64_t last = 0;
-  for (size_t d = 0; d < static_cast<size_t>(t.ndim); ++d) last += (t.shape[d] - 1) * t.strides[d];
-  return static_cast<size_t>(last + 1) * size_of(t.dtype);
-}
-
-}  // namespace
 
 TensorView GpuPlace::put(const TensorView& host) {
   TensorView there = host;
   if (!host.defined()) return there;
   there.device = device();
   there.data = nullptr;
-  if (const size_t bytes = span_bytes(host)) {
+  if (const size_t bytes = core::span_bytes(host)) {
     std::byte* data = stream_->allocate(bytes);
     stream_->upload(data, host.data, bytes);
     there.data = data;
@@ -34,7 +23,7 @@ TensorView GpuPlace::get(const TensorView& there) {
   if (!there.defined()) return host;
   host.device = {};
   host.data = nullptr;
-  if (const size_t bytes = span_bytes(there)) {
+  if (const size_t bytes = core::span_bytes(there)) {
     host.data = copies_.emplace_back(bytes).data();
     stream_->download(host.data, there.data, bytes);
   }

@@ -176,8 +176,7 @@ TEST(Door, StridesThatWrapAround) {
 
 TEST(Door, AnOutputOfASlabHasItsShape) {
   std::vector<float> room(4096);
-  for (const auto& shape : {std::vector<int64_t>{3, 2, 8}, {2, 3, 8}, {4, 2, 8}}) {
-    if (shape == std::vector<int64_t>{3, 2, 8}) continue;  // the right one
+  for (const auto& shape : {std::vector<int64_t>{2, 3, 8}, {4, 2, 8}}) {
     expect_dispatch_refused({"out is", "[3, 2, 8]"},
                             [&](Tokens& t) {
                               t.args.out = TensorView::dense(room.data(), DType::fp32, {shape[0], shape[1], shape[2]});

@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "core/span.h"
 #include "turnout/tensor.h"
 
 namespace turnout::testing {
@@ -29,12 +30,6 @@ class Place {
   virtual void finish() {}
 };
 
-/// Bytes from the first element of a view to its last.
-inline size_t span_bytes(const TensorView& t) {
-  if (!t.defined() || t.num_elements() == 0) return 0;
-  int64_t last = 0;
-  for (int d = 0; d < t.ndim; ++d) last += (t.shape[static_cast<size_t>(d)] - 1) * t.strides[static_cast<size_t>(d)];
-  return static_cast<size_t>(last + 1) * size_of(t.dtype);
-}
+using core::span_bytes;
 
 }  // namespace turnout::testing

@@ -95,6 +95,11 @@ struct Context : std::enable_shared_from_this<Context> {
   void retire(const BlockPool::Block& block);
   /// Tells the peers that this rank makes no call any more. Never throws, never waits.
   void announce_close() noexcept;
+  /// Of this rank, in new routings.
+  int num_local_experts() const {
+    std::lock_guard lock(experts_mutex);
+    return experts->num_local(rank);
+  }
   uint64_t read(int signal) const { return signals[signal].load(std::memory_order_acquire); }
   std::byte* peer(int rank_of_it) const { return peers[static_cast<size_t>(rank_of_it)]; }
   /// The same for who makes no call: the rank that aborts stores it here.

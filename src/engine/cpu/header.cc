@@ -5,6 +5,7 @@
 #include <array>
 #include <bit>
 #include <cstddef>
+#include <cstdio>
 #include <cstring>
 
 #include "engine/cpu/known_facts.h"
@@ -41,9 +42,8 @@ constexpr auto kFactors = [] {
 
 /// Of a hash: enough to tell two apart.
 std::string short_hash(int64_t value) {
-  constexpr char kDigits[] = "0123456789abcdef";
-  std::string text = "#";
-  for (int shift = 28; shift >= 0; shift -= 4) text += kDigits[(value >> 8 >> shift) & 15];
+  char text[10];
+  std::snprintf(text, sizeof text, "#%08x", static_cast<unsigned>(value >> 8));
   return text;
 }
 
