@@ -24,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+import typing
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import count_tests  # noqa: E402
@@ -32,41 +33,66 @@ CUDA_TREES = ["include", "src/core", "src/util", "src/transport", "src/engine", 
 PROGRAMS = ["tests/cuda/*_test", "bench/cuda/gpu_bench", "tools/turnout", "tests/engine/soak"]
 LIBRARIES = ["src/api/libturnout_cuda.so", "src/api/libturnout.so.*"]  # tests of packages leave older copies elsewhere
 
+class Run(typing.NamedTuple):
+    """A run of a program beside its plain one."""
+    suffix: str
+    env: dict = {}
+    arguments: list = []
+    shards: int = 1
+
+
+SMALL = "--gtest_filter=*SmallCalls*/1_ranks*"
+NO_SM90 = {"TURNOUT_CUDA_LIBRARY": "no_sm90"}
+IPC = {"TURNOUT_DEVICE_MEMORY": "ipc"}
+# Of free memory of a whole GPU: what the driver has left is compared with what it had, or all of it is taken.
+MEMORY = "*SuspendFreesMemory*:*FiftyCyclesLeakNothing*:*CannotBeResumedYet*"
+
 # How a program is run, if not once, beside others, for at most two minutes (`seconds`). `shards`: parts of a GoogleTest program that may
-# run side by side. `alone`: nothing runs beside it. `also`: (suffix, words of the environment, arguments) of further runs; `run` False:
-# only those.
+# run side by side. `split`: its cases with "_on_2" in their names run on two GPUs, in one part, the others on one. `own`: at most one other
+# program is on its GPUs, as its kernels wait for each other and a GPU gives programs turns. `alone`: nothing runs beside it, on any GPU. `also`: further
+# runs; `run` False: only those.
 SETTINGS = {
-    "cuda_engine_contract_test": {"shards": 10, "seconds": 240, "also": [
-        ("no_sm90", {"TURNOUT_CUDA_LIBRARY": "no_sm90"}, ["--gtest_filter=*EqualsTheOracle/*"]),
-        # racecheck knows no barriers that are written in PTX, so it looks at the kernels without bulk copies.
-        # One rank: these tools run one kernel at a time, and kernels of several ranks wait for each other.
-        ("memcheck", {}, ["--gtest_filter=*SmallCalls*/1_ranks*"]),
-        ("racecheck", {"TURNOUT_CUDA_LIBRARY": "no_sm90"}, ["--gtest_filter=*SmallCalls*/1_ranks*"])]},
-    "cuda_low_latency_test": {"shards": 6, "also": [("no_sm90", {"TURNOUT_CUDA_LIBRARY": "no_sm90"}, [])]},
+    "cuda_engine_contract_test": {"shards": 6, "split": True, "own": True, "seconds": 240, "also": [
+        Run("no_sm90", NO_SM90, ["--gtest_filter=*EqualsTheOracle/*"], 2),
+        Run("cuda_host", {"TURNOUT_DEVICE_TRANSPORT": "cuda_host"}, ["--gtest_filter=*EqualsTheOracle/2_ranks*:*SmallCalls*/2_ranks*"]),
+        # One rank: these tools run one kernel of a process at a time, and kernels of several ranks wait for each other.
+        Run("memcheck", {}, [SMALL]),
+        Run("racecheck", NO_SM90, [SMALL]),
+        Run("racecheck_bulk", {}, [SMALL])]},
+    "cuda_low_latency_test": {"shards": 2, "split": True, "own": True, "also": [Run("no_sm90", NO_SM90, [], 2)]},
+    "cuda_waits_test": {"split": True, "own": True},
     "cuda_command_test": {"seconds": 240},
-    "cuda_window_test": {"also": [("ipc", {"TURNOUT_DEVICE_MEMORY": "ipc"}, [])]},
-    "cuda_window_process_test": {"also": [("ipc", {"TURNOUT_DEVICE_MEMORY": "ipc"}, [])]},
-    "cuda_bad_input_test": {"shards": 4},
-    # These take whole GPUs or measure time: nothing runs beside them.
+    "cuda_window_test": {"run": False, "also": [
+        Run("memory", {}, [f"--gtest_filter={MEMORY}"]),
+        Run("rest", {}, [f"--gtest_filter=-{MEMORY}"]),
+        Run("ipc_memory", IPC, [f"--gtest_filter={MEMORY}"]),
+        Run("ipc", IPC, [f"--gtest_filter=-{MEMORY}"])]},
+    "cuda_window_process_test": {"seconds": 180, "also": [Run("ipc", IPC)]},
+    "cuda_bad_input_test": {"shards": 2},
+    # These take whole GPUs, share one between processes, or measure time.
     "cuda_graphs_test": {"alone": True},
     "cuda_lifecycle_test": {"alone": True},
     "cuda_litmus_test": {"alone": True},
+    "cuda_mps_test": {"alone": True},
     "cuda_nccl_order_test": {"alone": True},
-    "cuda_process_test": {"alone": True},
+    "cuda_process_test": {"alone": True, "also": [Run("memcheck_processes", {}, ["--gtest_filter=*SmallCalls*/2_ranks_on_2"])]},
     "cuda_streams_test": {"alone": True},
-    "soak": {
-        "run": False,
-        "also": [
-            ("threads", {}, ["--device", "cuda", "--steps", "500", "--seed", "1"]),
-            ("two_gpus", {}, ["--device", "cuda", "--gpus", "2", "--steps", "300", "--seed", "100"]),
-            ("processes", {}, ["--device", "cuda", "--gpus", "2", "--ranks", "2", "--transport", "shm", "--steps", "500", "--seed", "200"]),
-        ],
-    },
+    "soak": {"run": False, "own": True, "also": [
+        *(Run(f"threads.{seed}", {}, ["--device", "cuda", "--steps", "500", "--seed", str(seed)]) for seed in (1, 21, 41)),
+        *(Run(f"two_gpus.{seed}", {}, ["--device", "cuda", "--gpus", "2", "--steps", "500", "--seed", str(seed)]) for seed in (100, 120)),
+        *(Run(f"processes.{seed}", {}, ["--device", "cuda", "--gpus", "2", "--ranks", "2", "--transport", "shm", "--steps", "500",
+                                        "--seed", str(seed)]) for seed in (200, 220))]},
 }
-# Runs of these names are made under compute-sanitizer, where it is.
+# Runs of these names are made under a tool of compute-sanitizer, where that is, as `own` ones.
+SANITIZED = {"memcheck": "memcheck", "racecheck": "racecheck", "racecheck_bulk": "racecheck", "memcheck_processes": "memcheck"}
 SANITIZER = ["compute-sanitizer", "--error-exitcode", "9", "--target-processes", "all", "--tool"]
-AT_ONCE = 6  # programs on the machine at a time: they wait for the host more than for the GPU
-
+SANITIZED_SECONDS = 90
+# What these say is told and counts as neither passed nor failed. racecheck follows barriers of cuda::barrier, as its release notes say, and
+# takes each wait of ours, which is PTX on the barrier of a bulk copy, for none; processes under memcheck are an attempt.
+TOLD = ["racecheck_bulk", "memcheck_processes"]
+ALONE = ["memory", "ipc_memory"]
+ON_ONE = ["threads", "memcheck", "racecheck", "racecheck_bulk"]
+AT_ONCE = 3  # programs on a GPU at a time: they wait for the host more than for the GPU, but their kernels take turns on it
 
 def git(*words):
     return subprocess.run(["git", "-c", "safe.directory=*", *words], check=True, capture_output=True, text=True).stdout
@@ -131,6 +157,7 @@ def environment(folder, more=None):
     env.setdefault("TURNOUT_TEST_NCCL", nccl())
     env["LD_LIBRARY_PATH"] = ":".join(filter(None, [str(folder), env.get("LD_LIBRARY_PATH")]))
     env.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    env.setdefault("TURNOUT_TEST_DEADLINE", "60")  # of a case: others take turns with it
     env["TURNOUT_CUDA_LIBRARY"] = str(folder / "libturnout_cuda.so")
     for key, value in (more or {}).items():
         env[key] = str(folder / f"libturnout_cuda_{value}.so") if key == "TURNOUT_CUDA_LIBRARY" else value
@@ -148,8 +175,10 @@ def gpus():
 
 
 class Job:
-    def __init__(self, name, words, env, seconds, alone=False):
-        self.name, self.words, self.env, self.seconds, self.alone = name, words, env, seconds, alone
+    def __init__(self, name, words, env, seconds, gpus=0, weight=1, alone=False, told=False):
+        """`gpus`: 1, or 0 for all. `weight`: how many of the AT_ONCE that run on a GPU it counts for."""
+        self.name, self.words, self.env, self.seconds, self.gpus, self.weight, self.alone = name, words, env, seconds, gpus, weight, alone
+        self.is_told, self.told = told, ""
         self.passed, self.failed, self.skipped, self.took = 0, [], 0, 0.0
 
     def run(self, folder, logs):
@@ -174,9 +203,28 @@ class Job:
             self.passed = 1  # a program that is no GoogleTest
         if status and not self.failed:
             self.failed = [end]
+        summaries = [line for line in (logs / f"{self.name}.log").read_text(errors="replace").splitlines() if "SUMMARY: " in line]
+        self.told = summaries[-1].strip("= ") if summaries else ""
+        if self.is_told:
+            self.told = "; ".join(filter(None, [self.told, *self.failed])) or "nothing"
+            self.passed, self.failed, self.skipped = 0, [], 0
 
     def line(self):
-        return f"{self.name}: {self.passed} passed, {len(self.failed)} failed, {self.skipped} skipped in {self.took:.0f} s"
+        told = f" ({'only told: ' if self.is_told else ''}{self.told})" if self.told else ""
+        return f"{self.name}: {self.passed} passed, {len(self.failed)} failed, {self.skipped} skipped{told} in {self.took:.0f} s"
+
+
+def split_by_gpus(runs):
+    """(run, whether one GPU will do) of runs whose cases say on how many GPUs they are."""
+    for run in runs:
+        if run.suffix in SANITIZED:
+            yield run, True
+            continue
+        old = next((a.split("=", 1)[1] for a in run.arguments if a.startswith("--gtest_filter=")), "*")
+        others = [a for a in run.arguments if not a.startswith("--gtest_filter=")]
+        yield run._replace(arguments=[*others, f"--gtest_filter={old}:-*_on_2*"]), True
+        on_two = ":".join(f"{pattern}_on_2*" for pattern in old.split(":"))
+        yield run._replace(suffix=".".join(filter(None, [run.suffix, "two_gpus"])), arguments=[*others, f"--gtest_filter={on_two}"], shards=1), False
 
 
 def jobs_of(folder, part, total, wanted):
@@ -184,39 +232,65 @@ def jobs_of(folder, part, total, wanted):
     jobs = []
     for program in sorted([*folder.glob("*_test"), *folder.glob("soak")]):
         setting = SETTINGS.get(program.name, {})
-        plain = [("", {}, [])] if setting.get("run", True) else []
-        for suffix, env, arguments in plain + setting.get("also", []):
-            if env.get("TURNOUT_CUDA_LIBRARY") == "no_sm90" and not (folder / "libturnout_cuda_no_sm90.so").exists():
+        runs = [Run("", shards=setting.get("shards", 1))] * setting.get("run", True) + setting.get("also", [])
+        for run, on_one in split_by_gpus(runs) if setting.get("split") else [(run, run.suffix.split(".")[0] in ON_ONE) for run in runs]:
+            tool = SANITIZED.get(run.suffix)
+            if run.env == NO_SM90 and not (folder / "libturnout_cuda_no_sm90.so").exists():
                 continue
-            under = [*SANITIZER, suffix] if suffix in ("memcheck", "racecheck") else []
-            if under and not shutil.which(under[0]):
+            if tool and not shutil.which(SANITIZER[0]):
                 continue
-            shards = 1 if under else setting.get("shards", 1)
-            for shard in range(shards):
-                name = program.name + (f".{suffix}" if suffix else "") + (f".{shard + 1}of{shards}" if shards > 1 else "")
-                split = {"GTEST_TOTAL_SHARDS": str(shards), "GTEST_SHARD_INDEX": str(shard)} if shards > 1 else {}
-                jobs.append(Job(name, [*under, str(program), *arguments], {**env, **split}, setting.get("seconds", 120), setting.get("alone", False)))
+            weight = AT_ONCE - 1 if setting.get("own") or tool else 1
+            alone = (setting.get("alone", False) and not tool) or run.suffix in ALONE
+            seconds = SANITIZED_SECONDS if tool else setting.get("seconds", 120)
+            for shard in range(run.shards):
+                name = program.name + (f".{run.suffix}" if run.suffix else "") + (f".{shard + 1}of{run.shards}" if run.shards > 1 else "")
+                split = {"GTEST_TOTAL_SHARDS": str(run.shards), "GTEST_SHARD_INDEX": str(shard)} if run.shards > 1 else {}
+                words = [*([*SANITIZER, tool] if tool else []), str(program), *run.arguments]
+                jobs.append(Job(name, words, {**run.env, **split}, seconds, 1 if on_one else 0, weight, alone, run.suffix in TOLD))
     jobs = [job for job in jobs if wanted in job.name]
-    return jobs[part - 1 :: total]
+    # First what wants room, of which there is most now; then what may take long.
+    return sorted(jobs[part - 1 :: total], key=lambda job: (-job.weight, job.gpus, -job.seconds))
 
 
-def run_jobs(jobs, folder, logs, at_once):
-    """All of them, some side by side; a line for each as it ends."""
-    waiting, lock = list(jobs), threading.Lock()
+def run_jobs(jobs, folder, logs, at_once, num_gpus=1):
+    """All of them, `at_once` on a GPU side by side; a line for each as it ends."""
+    waiting, changed = list(jobs), threading.Condition()
+    load = [0] * max(num_gpus, 1)
+
+    def take():
+        """The first job that fits, and its GPUs."""
+        for job in waiting:
+            weight = min(job.weight, at_once)
+            free = [gpu for gpu in sorted(range(len(load)), key=load.__getitem__) if load[gpu] + weight <= at_once]
+            mine = free[:1] if job.gpus == 1 else free if len(free) == len(load) else []
+            if mine:
+                waiting.remove(job)
+                return job, mine, weight
+        return None, [], 0
 
     def work():
         while True:
-            with lock:
-                if not waiting:
+            with changed:
+                job, mine, weight = take()
+                while waiting and not job:
+                    changed.wait()
+                    job, mine, weight = take()
+                if not job:
                     return
-                job = waiting.pop(0)
+                for gpu in mine:
+                    load[gpu] += weight
+            if len(mine) < len(load):
+                job.env = {**job.env, "CUDA_VISIBLE_DEVICES": str(mine[0])}
             job.run(folder, logs)
-            with lock:
+            with changed:
+                for gpu in mine:
+                    load[gpu] -= weight
+                changed.notify_all()
                 print(job.line(), flush=True)
                 for name in job.failed:
                     print(f"  FAILED {name}", flush=True)
 
-    threads = [threading.Thread(target=work) for _ in range(at_once)]
+    threads = [threading.Thread(target=work) for _ in range(at_once * len(load))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -241,6 +315,11 @@ def write(path, what):
     print(path)
 
 
+def asked_gpus(words):
+    """What a program is told to use; tests find out for themselves."""
+    return int(words[words.index("--gpus") + 1]) if "--gpus" in words else 1
+
+
 def test(args):
     folder, number, words = pathlib.Path(args.folder).resolve(), *gpus()
     trees = read_trees(folder)
@@ -250,9 +329,14 @@ def test(args):
     jobs = jobs_of(folder, part, total, args.filter)
     if not jobs:
         sys.exit(f"gpu.py: no test of {folder} has {args.filter!r} in its name")
-    print(f"{words or 'no GPU'}: {len(jobs)} runs, {AT_ONCE} at a time")
-    run_jobs([job for job in jobs if not job.alone], folder, logs, AT_ONCE)
-    run_jobs([job for job in jobs if job.alone], folder, logs, 1)
+    print(f"{words or 'no GPU'}: {len(jobs)} runs, up to {AT_ONCE} at a time on a GPU")
+    able = [job for job in jobs if asked_gpus(job.words) <= max(number, 1)]
+    for job in jobs:
+        if job not in able:
+            job.skipped = 1
+            print(f"{job.name}: skipped, it asks for {asked_gpus(job.words)} GPUs", flush=True)
+    run_jobs([job for job in able if not job.alone], folder, logs, AT_ONCE, number)
+    run_jobs([job for job in able if job.alone], folder, logs, 1, number)
     passed, skipped = sum(j.passed for j in jobs), sum(j.skipped for j in jobs)
     failed = [f"{j.name}: {name}" for j in jobs for name in j.failed]
     for job in jobs:
@@ -333,14 +417,24 @@ def self_test():
         for name, text in scripts.items():
             (folder / name).write_text(text)
             (folder / name).chmod(0o755)
-        SETTINGS["slow_test"] = {"seconds": 1}
+        SETTINGS["slow_test"] = {"seconds": 1, "own": True}
+        SETTINGS["bad_test"] = {"also": [Run("told")]}
+        TOLD.append("told")
+        SETTINGS["good_test"] = {"split": True, "also": [Run("some", {}, ["--gtest_filter=*a*:*b*"])]}
         jobs = jobs_of(folder, 1, 1, "")
-        run_jobs(jobs, folder, folder, 4)
+        run_jobs(jobs, folder, folder, 2, 2)
         seen = {job.name: (job.passed, job.failed) for job in jobs}
-        expected = {"good_test": (1, []), "plain_test": (1, []), "bad_test": (1, ["status 3"]), "slow_test": (0, ["not done after 1 s"])}
+        good = ["good_test", "good_test.two_gpus", "good_test.some", "good_test.some.two_gpus", "plain_test"]
+        bad = {"bad_test": (1, ["status 3"]), "bad_test.told": (0, []), "slow_test": (0, ["not done after 1 s"])}
+        expected = {**{name: (1, []) for name in good}, **bad}
         assert seen == expected, seen
+        assert [job.line().split(" in ")[0] for job in jobs if job.told] == ["bad_test.told: 0 passed, 0 failed, 0 skipped (only told: status 3)"]
         parts = [job.name for n in (1, 2, 3) for job in jobs_of(folder, n, 3, "")]
-        assert sorted(parts) == sorted(scripts), parts
+        assert sorted(parts) == sorted(expected), parts
+        filters = {job.name: job.words[1] for job in jobs if "good" in job.name}
+        assert filters["good_test"] == "--gtest_filter=*:-*_on_2*" and filters["good_test.two_gpus"] == "--gtest_filter=*_on_2*", filters
+        assert filters["good_test.some.two_gpus"] == "--gtest_filter=*a*_on_2*:*b*_on_2*", filters
+        assert {job.env.get("CUDA_VISIBLE_DEVICES") for job in jobs if job.name == "good_test"} <= {"0", "1"}, jobs
     print("gpu.py: self-test passed")
 
 

@@ -181,14 +181,14 @@ class Runner {
     const Shape& shape = p.shape;
     const auto at = static_cast<size_t>(rank_);
     const auto x = bf16_rows(p.seed + at, shape.tokens, shape.hidden);
+    std::vector<uint8_t> q;
+    std::vector<float> scales;
+    if (shape.fp8_rows) quantise(x, shape, q, scales);
     std::vector<DispatchArgs> sets;
     for (int s = 0; s < kSets; ++s) {
       DispatchArgs args;
       const int64_t blocks = (shape.hidden + 127) / 128;
       if (shape.fp8_rows) {
-        std::vector<uint8_t> q;
-        std::vector<float> scales;
-        quantise(x, shape, q, scales);
         args.x = TensorView::dense(upload(q), DType::fp8_e4m3, {shape.tokens, shape.hidden}, device_);
         args.side = {TensorView::dense(upload(scales), DType::fp32, {shape.tokens, blocks}, device_)};
       } else {
@@ -255,7 +255,10 @@ class Runner {
     const int64_t row = fp8 ? s.hidden + (s.hidden + 127) / 128 * 4 : s.hidden * 2;
     c.remote_bytes = t.remote_rows * row;
     c.total_bytes = (t.remote_rows + t.local_rows) * row;
-    if (link_ > 0 && !one_gpu_ && !s.both) {
+    if (s.by_stores) {
+      c.limit_us = static_cast<double>(t.most_pairs * row) / (s.num_sms * kStoreGBps * 1e3);
+      c.limit_kind = "bytes that the rank with most pairs stores / (SMs x 50 GB/s)";
+    } else if (link_ > 0 && !one_gpu_ && !s.both) {
       c.limit_us = static_cast<double>(t.most_remote_to_one * row) / (link_ * 1e3);
       c.limit_kind = "copy engine, both ways at once, for the bytes of the rank that sends most";
     }

@@ -74,7 +74,7 @@ std::vector<int> ranks_of(const Problem& p, const core::ExpertMap& map, int sour
 Traffic traffic_of(const Problem& p) {
   const core::ExpertMap map = core::ExpertMap::split(p.shape.experts, p.num_ranks);
   Traffic all;
-  std::vector<int64_t> leaving(static_cast<size_t>(p.num_ranks), 0);
+  std::vector<int64_t> leaving(static_cast<size_t>(p.num_ranks), 0), pairs(static_cast<size_t>(p.num_ranks), 0);
   for (int s = 0; s < p.num_ranks; ++s) {
     for (int64_t t = 0; t < p.shape.tokens; ++t) {
       for (int r : ranks_of(p, map, s, t)) {
@@ -83,7 +83,13 @@ Traffic traffic_of(const Problem& p) {
       }
     }
   }
+  for (const std::vector<int64_t>& ids : p.ids) {
+    for (int64_t id : ids) {
+      if (id >= 0) ++pairs[static_cast<size_t>(map.rank_of(static_cast<int>(id)))];
+    }
+  }
   all.most_remote_to_one = *std::max_element(leaving.begin(), leaving.end());
+  all.most_pairs = *std::max_element(pairs.begin(), pairs.end());
   return all;
 }
 

@@ -27,9 +27,13 @@ struct Shape {
   ResultKind result = ResultKind::automatic;
   int graph_calls = 0;  ///< calls in one captured graph; 0: eager
   std::string routing = "uniform";
-  double skew_us = 0;  ///< rank 0 is late by so much
-  bool cold = false;   ///< before each call other data passes through L2
+  double skew_us = 0;      ///< rank 0 is late by so much
+  bool cold = false;       ///< before each call other data passes through L2
+  bool by_stores = false;  ///< its limit is what the multiprocessors of its rank store, kStoreGBps each
 };
+
+/// What one multiprocessor stores of rows that it lays out.
+constexpr double kStoreGBps = 50;
 
 /// The table of the GPU's numbers, and what is printed beside it.
 std::vector<Shape> shapes();
@@ -70,9 +74,9 @@ struct Problem {
 };
 Problem make_problem(const Shape& shape, int num_ranks, uint64_t seed);
 
-/// (token, destination) rows that leave a rank, all ranks together, and those that stay.
+/// (token, destination) rows that leave a rank, all ranks together, and those that stay; (token, expert) pairs of the rank that gets most.
 struct Traffic {
-  int64_t remote_rows = 0, local_rows = 0, most_remote_to_one = 0;
+  int64_t remote_rows = 0, local_rows = 0, most_remote_to_one = 0, most_pairs = 0;
 };
 Traffic traffic_of(const Problem& p);
 /// Capacity of the layout that loses nothing: rows of the busiest rank, or of the busiest expert.

@@ -17,7 +17,7 @@ std::vector<Shape> shapes() {
   Shape big;
   add(big, "dispatch bf16 rank_major 4096");
   Shape sms = big;
-  for (int n : {8, 16, 24, 132}) {
+  for (int n : {4, 8, 12, 16, 24, 32, 64, 132}) {
     sms.num_sms = n;
     add(sms, "dispatch bf16 rank_major 4096 on " + std::to_string(n) + " SMs");
   }
@@ -31,11 +31,26 @@ std::vector<Shape> shapes() {
   expert.fp8_rows = false;
   expert.quantize = Quantize::fp8_e4m3;
   add(expert, "dispatch bf16 -> fp8 expert_major 4096");
+  Shape stores = expert;
+  stores.by_stores = true;
+  for (int n : {8, 16, 24, 32, 64}) {
+    stores.num_sms = n;
+    stores.fp8_rows = true;
+    stores.quantize = Quantize::none;
+    add(stores, "dispatch fp8 + scales expert_major 4096 on " + std::to_string(n) + " SMs");
+  }
+  stores.fp8_rows = false;
+  for (int n : {16, 32}) {
+    stores.num_sms = n;
+    add(stores, "dispatch bf16 expert_major 4096 on " + std::to_string(n) + " SMs");
+  }
   Shape back = big;
   back.combine = true;
   add(back, "combine bf16 rank_major 4096");
-  back.num_sms = 24;
-  add(back, "combine bf16 rank_major 4096 on 24 SMs");
+  for (int n : {8, 16, 24, 32, 64, 132}) {
+    back.num_sms = n;
+    add(back, "combine bf16 rank_major 4096 on " + std::to_string(n) + " SMs");
+  }
   back.num_sms = 0;
   back.layout = Layout::expert_major;
   add(back, "combine bf16 expert_major 4096");
@@ -89,14 +104,17 @@ std::vector<Shape> shapes() {
   for (int64_t hidden : {2048, 2880, 4096}) {
     Shape s;
     s.hidden = hidden;
-    add(s, "dispatch bf16 rank_major 4096 x " + std::to_string(hidden));
+    add_both(s, "bf16 rank_major 4096 x " + std::to_string(hidden));
   }
   Shape skewed;
   skewed.routing = "zipf:1";
-  add(skewed, "dispatch bf16 rank_major 4096 zipf:1");
+  add_both(skewed, "bf16 rank_major 4096 zipf:1");
   Shape graph;
   graph.graph_calls = 10;
   add_both(graph, "bf16 rank_major 4096, graph");
+  graph.layout = Layout::expert_major;
+  graph.fp8_rows = true;
+  add(graph, "dispatch fp8 + scales expert_major 4096, graph");
   return all;
 }
 

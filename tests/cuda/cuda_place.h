@@ -3,10 +3,13 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <map>
 #include <mutex>
 #include <set>
 #include <stdexcept>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "cuda/gpu_main.h"
 #include "support/place.h"
@@ -25,18 +28,74 @@ inline bool has_fault() {
   return e != cudaSuccess;
 }
 
-/// The pool that allocations come from has room from now on, and keeps it. Virtual ranks allocate while kernels of others wait for them: to
-/// ask the driver for memory, or to give it back, may be to wait for the GPU.
+/// Makes a GPU current, and again the one that was. Memory of a pool is only there for its own GPU, so every call that touches some is
+/// made with that GPU current, whichever thread it comes from.
+class CurrentGpu {
+ public:
+  explicit CurrentGpu(int device) {
+    cuda_ok(cudaGetDevice(&before_), "cudaGetDevice");
+    cuda_ok(cudaSetDevice(device), "cudaSetDevice");
+  }
+  ~CurrentGpu() { cudaSetDevice(before_); }
+  CurrentGpu(const CurrentGpu&) = delete;
+  CurrentGpu& operator=(const CurrentGpu&) = delete;
+
+ private:
+  int before_ = 0;
+};
+
+/// The pool that allocations come from. A piece that another stream has freed is given when that stream has passed the place, not to
+/// somebody who would have to wait for it: another virtual rank may be running there, and waiting for whoever asks. Nor does memory go
+/// back to the driver, which may be to wait for the GPU.
+inline cudaMemPool_t pool_of(int device) {
+  cudaMemPool_t pool = nullptr;
+  cuda_ok(cudaDeviceGetDefaultMemPool(&pool, device), "cudaDeviceGetDefaultMemPool");
+  int no = 0;
+  uint64_t most = UINT64_MAX;
+  cuda_ok(cudaMemPoolSetAttribute(pool, cudaMemPoolReuseAllowInternalDependencies, &no), "cudaMemPoolSetAttribute");
+  cuda_ok(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &most), "cudaMemPoolSetAttribute");
+  return pool;
+}
+
+/// Streams that wait for no other. They are kept: a new one may be given the queue of any that lives, and so of a rank that waits for it.
+class KeptStreams {
+ public:
+  static cudaStream_t take(int device) {
+    const std::lock_guard lock(mutex());
+    auto& spare = of(device);
+    cudaStream_t stream = nullptr;
+    if (spare.empty()) {
+      cuda_ok(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+    } else {
+      stream = spare.back();
+      spare.pop_back();
+    }
+    return stream;
+  }
+  static void give_back(int device, cudaStream_t stream) {
+    const std::lock_guard lock(mutex());
+    of(device).push_back(stream);
+  }
+
+ private:
+  static std::mutex& mutex() {
+    static std::mutex instance;
+    return instance;
+  }
+  static std::vector<cudaStream_t>& of(int device) {
+    static std::map<int, std::vector<cudaStream_t>> spare;
+    return spare[device];
+  }
+};
+
+/// The pool has room from now on: virtual ranks allocate while kernels of others wait for them, and to ask the driver may be to wait, too.
 inline void keep_memory(int device) {
   static std::mutex mutex;
   static std::set<int> kept;
   const std::lock_guard lock(mutex);
   if (!kept.insert(device).second) return;
-  cuda_ok(cudaSetDevice(device), "cudaSetDevice");
-  cudaMemPool_t pool = nullptr;
-  cuda_ok(cudaDeviceGetDefaultMemPool(&pool, device), "cudaDeviceGetDefaultMemPool");
-  uint64_t most = UINT64_MAX;
-  cuda_ok(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &most), "cudaMemPoolSetAttribute");
+  const CurrentGpu current(device);
+  pool_of(device);
   cudaStream_t stream = nullptr;
   void* p = nullptr;
   cuda_ok(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
@@ -52,13 +111,13 @@ class CudaPlace : public Place {
     static const bool told = (gpu_is_lost() = has_fault, true);
     (void)told;
     cuda_ok(cudaSetDevice(device_), "cudaSetDevice");
-    cuda_ok(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate");
+    pool_of(device_);
+    stream_ = KeptStreams::take(device_);
   }
   ~CudaPlace() override {
     cudaSetDevice(device_);
     for (void* p : memory_) cudaFreeAsync(p, stream_);
-    cudaStreamSynchronize(stream_);
-    cudaStreamDestroy(stream_);
+    if (cudaStreamSynchronize(stream_) == cudaSuccess) KeptStreams::give_back(device_, stream_);
   }
   Device device() const override { return {DeviceKind::cuda, device_}; }
   Stream stream() const override { return {stream_}; }
@@ -68,6 +127,7 @@ class CudaPlace : public Place {
     t.device = device();
     const size_t bytes = span_bytes(host);
     if (bytes == 0) return t;
+    const CurrentGpu current(device_);
     void* p = nullptr;
     cuda_ok(cudaMallocAsync(&p, bytes, stream_), "cudaMallocAsync");  // cudaMalloc may wait for other virtual ranks
     memory_.push_back(p);
@@ -78,14 +138,21 @@ class CudaPlace : public Place {
   void give_back(const TensorView& there) override {
     const auto found = std::find(memory_.begin(), memory_.end(), there.data);
     if (found == memory_.end()) return;
+    const CurrentGpu current(device_);
     cuda_ok(cudaFreeAsync(*found, stream_), "cudaFreeAsync");
     memory_.erase(found);
   }
+  // Copies from and to pageable memory are issued when the stream has got there: the driver's part in them is not one that may wait.
   void write(void* to, const void* from, size_t num_bytes) override {
+    const CurrentGpu current(device_);
+    finish();
     cuda_ok(cudaMemcpyAsync(to, from, num_bytes, cudaMemcpyHostToDevice, stream_), "upload");
     cuda_ok(cudaStreamSynchronize(stream_), "upload");
   }
-  void fill(void* to, int value, size_t num_bytes) override { cuda_ok(cudaMemsetAsync(to, value, num_bytes, stream_), "fill"); }
+  void fill(void* to, int value, size_t num_bytes) override {
+    const CurrentGpu current(device_);
+    cuda_ok(cudaMemsetAsync(to, value, num_bytes, stream_), "fill");
+  }
   TensorView get(const TensorView& there) override {
     TensorView t = there;
     const size_t bytes = span_bytes(there);
@@ -98,6 +165,8 @@ class CudaPlace : public Place {
     host_.emplace_back(bytes + 16);
     host_bytes_ += bytes + 16;
     const std::string what = "download of " + std::to_string(bytes) + " bytes of " + there.to_string();
+    const CurrentGpu current(device_);
+    cuda_ok(cudaStreamSynchronize(stream_), what.c_str());
     cuda_ok(cudaMemcpyAsync(host_.back().data(), there.data, bytes, cudaMemcpyDeviceToHost, stream_), what.c_str());
     cuda_ok(cudaStreamSynchronize(stream_), what.c_str());
     t.data = host_.back().data();

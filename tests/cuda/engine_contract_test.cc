@@ -35,7 +35,7 @@ class CudaContract : public ::testing::TestWithParam<Case> {
     RunChoices r;
     r.mode = GetParam().mode;
     r.receive_bytes = size_t{64} << 20;
-    r.timeout = std::chrono::seconds(5);
+    r.timeout = std::chrono::seconds(10);
     const int devices = GetParam().num_devices;
     r.place = [devices](int rank) { return std::make_unique<CudaPlace>(rank % devices); };
     return r;
@@ -103,6 +103,21 @@ TEST_P(CudaContract, EqualsTheOracleByBulkCopies) {
   l.several_nodes = false;
   check(600, 640, l, [](uint64_t seed, RunChoices& r) {
     r.async = seed % 4 == 0;
+    r.repeats = 2;
+    r.receive_bytes = size_t{512} << 20;
+    if (seed % 5 == 0) r.result = ResultKind::fresh;
+  });
+}
+
+TEST_P(CudaContract, EqualsTheOracleWhereRowsAreQuantised) {
+  RandomLimits l = limits();
+  l.max_tokens = 150;
+  l.max_hidden = 2500;
+  l.dtypes = {DType::bf16, DType::fp16, DType::fp32};
+  l.aligned = l.fused = true;
+  check(700, 716, l, [](uint64_t seed, RunChoices& r) {
+    r.async = seed % 4 == 0;
+    r.receive = seed % 8 ? Receive::deferred : Receive::resident;
     r.repeats = 2;
     r.receive_bytes = size_t{512} << 20;
     if (seed % 5 == 0) r.result = ResultKind::fresh;

@@ -141,11 +141,14 @@ void crashed(int signal) {
   again->start(kWhy.data());
 }
 
+int deadline_seconds() {
+  const int seconds = std::atoi(from_environment("TURNOUT_TEST_DEADLINE").c_str());  // for tools that slow everything down
+  return seconds > 0 ? seconds : 30;
+}
+
 class Deadline : public ::testing::EmptyTestEventListener {
  public:
-  Deadline() {
-    const char* seconds = std::getenv("TURNOUT_TEST_DEADLINE");  // for tools that slow everything down
-    limit_ = std::chrono::seconds(seconds && std::atoi(seconds) > 0 ? std::atoi(seconds) : 30);
+  Deadline() : limit_(deadline_seconds()) {
     thread_ = std::thread([this] { watch(); });
   }
   ~Deadline() override {
@@ -200,6 +203,8 @@ class Deadline : public ::testing::EmptyTestEventListener {
 int main(int argc, char** argv) {
   // Every virtual rank has a stream that must not wait for another's.
   setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
+  // Ranks that wait for one that has failed are to say so before the test is over its deadline: theirs would be 60 s, too.
+  setenv("TURNOUT_BOOTSTRAP_TIMEOUT_MS", std::to_string(deadline_seconds() * 400).c_str(), 0);
   ::testing::InitGoogleTest(&argc, argv);
   Again me(argv[0]);
   again = &me;

@@ -50,6 +50,14 @@ TEST(CudaLibrary, CodeRunsOnArchitecturesOfItsKind) {
   EXPECT_TRUE(has_code("native", 9, 0));
 }
 
+TEST(CudaLibrary, AnArchitectureWithoutCodeNamesTheFlag) {
+  EXPECT_EQ(device::code_reason("80-real 90-real", 3, 9, 0), "");
+  const std::string reason = device::code_reason("80-real 90-real", 3, 12, 0);
+  for (const char* part : {"device 3 is sm_120", "80-real 90-real", "-DCMAKE_CUDA_ARCHITECTURES=120", "TORCH_CUDA_ARCH_LIST=12.0"}) {
+    EXPECT_NE(reason.find(part), std::string::npos) << reason;
+  }
+}
+
 TEST(CudaLibrary, AGpuTravelsInWords) {
   device::RankGpu gpu{"0123", "NVIDIA H200 of a name with spaces", "0000:1a:00", "token-1", 3, true, false, size_t{2} << 20};
   const device::RankGpu back = device::unpack(device::pack(gpu));

@@ -128,6 +128,32 @@ TEST_P(LowLatency, EqualsTheOracleWithWideRowsAndManyExperts) {
   });
 }
 
+// bf16 to fp8, top-8, a slab: the short form of dispatch, and those that just miss it (no weights, scales of one byte, loose ids).
+TEST_P(LowLatency, EqualsTheOracleInTheUsualFormAndBesideIt) {
+  RandomLimits l = limits();
+  l.dtypes = {DType::bf16};
+  l.layouts = {Layout::expert_slab};
+  l.aligned = l.fused = true;
+  l.side = false;
+  l.min_topk = l.max_topk = 8;
+  l.max_hidden = 2048;
+  l.max_experts = 40;
+  l.max_tokens = 60;
+  int usual = 0;
+  for (uint64_t seed = 800; seed < 812; ++seed) {
+    const RandomProblem p = random_problem(seed, l);
+    usual += p.dispatch.quantize == Quantize::fp8_e4m3 && p.dispatch.has_weights;
+  }
+  EXPECT_GE(usual, 2);
+  run(800, 812, l, [](OnRank& on, Communicator& comm) {
+    Buffer buffer(comm, on.config());
+    on.expect_round(buffer);
+    const auto tokens = on.known.p.dispatch.ranks[static_cast<size_t>(on.rank)].num_tokens;
+    if (on.rank == 0 && tokens > 0) on.arguments.dispatch.num_sms = static_cast<int>(tokens);  // as many tokens as blocks: one too many
+    on.expect_round(buffer);
+  });
+}
+
 TEST_P(LowLatency, MixesWithThroughputOnOneBuffer) {
   run(200, 206, limits(), [](OnRank& on, Communicator& comm) {
     Buffer buffer(comm, on.config());

@@ -2,6 +2,7 @@
 // never starts the driver, so that its children may.
 #include "cuda/gpu_processes.h"
 #include "cuda/replay.h"
+#include "cuda/small_calls.h"
 #include "cuda/user_kernels.h"
 
 namespace turnout::testing {
@@ -76,13 +77,16 @@ constexpr int kCalls = 60;
 constexpr auto kDeadline = 2s;
 
 /// 30 dispatches and combines; `half` runs when 30 calls are recorded.
-Graph capture_calls(Buffer& buffer, const Expected& e, int rank, CudaPlace& place, std::deque<DispatchResult>& kept, std::deque<CombineResult>& sums,
+Graph capture_calls(Buffer& buffer, const Expected& e, Mode mode, CudaPlace& place, std::deque<DispatchResult>& kept, std::deque<CombineResult>& sums,
                     std::deque<RankArguments>& inputs, const std::function<void(cudaStream_t)>& half) {
   const auto stream = static_cast<cudaStream_t>(place.stream().native);
-  inputs.emplace_back(e.p, rank, RunChoices{});
+  RunChoices run;
+  run.mode = mode;
+  inputs.emplace_back(e.p, buffer.rank(), run);
   inputs.back().move_to(place);
   const Handle none;
-  CombineArgs back = combine_args(e.p, e.combine, e.received, rank, none);
+  CombineArgs back = combine_args(e.p, e.combine, e.received, buffer.rank(), none);
+  back.mode = mode;
   back.y = place.put(back.y);
   back.weights = place.put(back.weights);
   back.side = place.put(back.side);
@@ -100,9 +104,7 @@ Graph capture_calls(Buffer& buffer, const Expected& e, int rank, CudaPlace& plac
   return Graph(capture.end(), stream);
 }
 
-TEST_P(CudaProcesses, AKilledPeerEndsAGraphOfSixtyCalls) {
-  if (num_ranks() != 2) GTEST_SKIP() << "for two ranks";
-  const Placement placement = GetParam();
+void expect_killed_peer_ends_the_graph(const Placement& placement, Mode mode) {
   const Routings routings(31, 2, {}, 1);
   const Expected& e = routings.variant(0);
   Pipe middle, killed;
@@ -118,9 +120,9 @@ TEST_P(CudaProcesses, AKilledPeerEndsAGraphOfSixtyCalls) {
                   std::deque<DispatchResult> kept;
                   std::deque<CombineResult> sums;
                   std::deque<RankArguments> inputs;
-                  const Graph whole = capture_calls(buffer, e, rank, *place, kept, sums, inputs, [](cudaStream_t) {});
+                  const Graph whole = capture_calls(buffer, e, mode, *place, kept, sums, inputs, [](cudaStream_t) {});
                   // Rank 1 stops in the middle of its graph, and is killed there.
-                  const Graph halted = capture_calls(buffer, e, rank, *place, kept, sums, inputs, [&](cudaStream_t stream) {
+                  const Graph halted = capture_calls(buffer, e, mode, *place, kept, sums, inputs, [&](cudaStream_t stream) {
                     if (rank == 0) return;
                     mark(stream, flag.at(0), 1);
                     spin(stream, 3s);
@@ -162,10 +164,37 @@ TEST_P(CudaProcesses, AKilledPeerEndsAGraphOfSixtyCalls) {
   killed.say('k');
   EXPECT_EQ(family.join(0), 0);
   const double took = 1e-9 * static_cast<double>(times->ended - times->killed), again = 1e-3 * static_cast<double>(times->again);
-  saw("%s: the replay ended %.3f s after the kill (deadline 2 s, allowed 3 s); the next replay of %d calls took %.0f us", name(placement).c_str(),
-      took, kCalls, again);
+  saw("%s %s: the replay ended %.3f s after the kill (deadline 2 s, allowed 3 s); the next replay of %d calls took %.0f us", name(placement).c_str(),
+      std::string(name(mode)).c_str(), took, kCalls, again);
   EXPECT_LT(took, 3.0);
   EXPECT_LT(again, 100'000.0);
+}
+
+TEST_P(CudaProcesses, AKilledPeerEndsAGraphOfSixtyCalls) {
+  if (num_ranks() != 2) GTEST_SKIP() << "for two ranks";
+  for (Mode mode : {Mode::throughput, Mode::low_latency}) {
+    SCOPED_TRACE(std::string(name(mode)));
+    expect_killed_peer_ends_the_graph(GetParam(), mode);
+    if (HasFailure()) return;
+  }
+}
+
+/// With memcheck, which sees only here what one GPU writes into another's memory.
+TEST_P(CudaProcesses, SmallCallsOfEveryKind) {
+  const Placement placement = GetParam();
+  if (placement.num_ranks != 2) GTEST_SKIP() << "for two ranks";
+  std::deque<SmallCall> calls;
+  for (size_t i = 0; i < SmallCall::kNum; ++i) calls.emplace_back(i, 2);
+  Family family(2, as_rank(2, [&](Communicator& comm) {
+                  for (const SmallCall& call : calls) {
+                    SCOPED_TRACE(call.what() + " rank " + std::to_string(comm.rank()));
+                    RunChoices run = call.run;
+                    run.place = [&](int rank) { return placement.place_of(rank); };
+                    play_rank(comm, call.e, run);
+                    if (::testing::Test::HasFailure()) return;
+                  }
+                }));
+  family.expect_success();
 }
 
 INSTANTIATE_TEST_SUITE_P(Cuda, CudaProcesses, ::testing::Values(Placement{2, 2}, Placement{2, 1}, Placement{4, 2}), placement_name);

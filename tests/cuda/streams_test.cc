@@ -1,6 +1,6 @@
 // Calls are in order of the stream that they are given, and share the GPU with kernels of the user.
 #include "cuda/gpu_processes.h"
-#include "cuda/replay.h"
+#include "cuda/one_call.h"
 #include "cuda/user_kernels.h"
 #include "support/errors.h"
 
@@ -19,30 +19,6 @@ int num_sms_of(int device) {
   cuda_ok(cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
   return n;
 }
-
-/// A dispatch and a combine of one problem, as arguments in the memory of a place.
-struct Call {
-  Call(const Expected& expected, int rank, Place& at, RunChoices run_ = {}) : e(expected), r(rank), place(at), arguments(e.p, rank, run_) {
-    arguments.move_to(place);
-    back = combine_args(e.p, e.combine, e.received, rank, handle);
-    back.y = place.put(back.y);
-    back.weights = place.put(back.weights);
-    back.side = place.put(back.side);
-    back.stream = place.stream();
-    back.mode = run_.mode;
-    place.finish();
-  }
-  void expect(const DispatchResult& result) const { expect_dispatch(result, e.received[static_cast<size_t>(r)], e.p.dispatch, place); }
-  void expect(const CombineResult& sum) const {
-    expect_combine(sum, e.combined[static_cast<size_t>(r)], e.p.dtype, e.p.hidden, e.p.with_side, place);
-  }
-  const Expected& e;
-  const int r;
-  Place& place;
-  RankArguments arguments;
-  Handle handle;
-  CombineArgs back;
-};
 
 using Streams = GpuTest;
 
@@ -312,54 +288,6 @@ TEST_P(Streams, ADeferredReceiveLeavesAllSmsInBetween) {
     });
     if (HasFailure()) return;
   }
-}
-
-/// Lanes are independent: two of them on two streams, and one lane that changes its stream (the user orders them by an event).
-TEST_P(Streams, LanesOnTheirOwnStreamsAndALaneThatMoves) {
-  const Routings routings(70, num_ranks(), {}, 2);
-  run_virtual_ranks(num_ranks(), [&](Communicator& comm) {
-    const auto one = GetParam().place_of(comm.rank()), two = GetParam().place_of(comm.rank());
-    BufferConfig config = config_for({&routings}, {}, one->device());
-    config.num_lanes = 2;
-    Buffer buffer(comm, config);
-    Call a(routings.variant(0), comm.rank(), *one), b(routings.variant(1), comm.rank(), *two);
-    b.arguments.dispatch.lane = b.back.lane = 1;
-    comm.barrier();
-    for (int i = 0; i < 10; ++i) {
-      const DispatchResult x = buffer.dispatch(a.arguments.dispatch), y = buffer.dispatch(b.arguments.dispatch);
-      a.handle = x.handle;
-      b.handle = y.handle;
-      const CombineResult back_y = buffer.combine(b.back), back_x = buffer.combine(a.back);
-      one->finish();
-      two->finish();
-      buffer.check();
-      a.expect(x);
-      b.expect(y);
-      a.expect(back_x);
-      b.expect(back_y);
-    }
-    cudaEvent_t event = nullptr;
-    cuda_ok(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
-    for (int i = 0; i < 6; ++i) {
-      Place& from = i % 2 ? *two : *one;
-      Place& to = i % 2 ? *one : *two;
-      DispatchArgs args = a.arguments.dispatch;
-      args.stream = from.stream();
-      const DispatchResult x = buffer.dispatch(args);
-      cuda_ok(cudaEventRecord(event, static_cast<cudaStream_t>(from.stream().native)), "cudaEventRecord");
-      cuda_ok(cudaStreamWaitEvent(static_cast<cudaStream_t>(to.stream().native), event, 0), "cudaStreamWaitEvent");
-      CombineArgs back = a.back;
-      back.handle = &x.handle;
-      back.stream = to.stream();
-      const CombineResult sum = buffer.combine(back);
-      to.finish();
-      buffer.check();
-      a.expect(x);
-      a.expect(sum);
-    }
-    cuda_ok(cudaEventDestroy(event), "cudaEventDestroy");
-    comm.barrier();
-  });
 }
 
 INSTANTIATE_TEST_SUITE_P(Cuda, Streams, ::testing::Values(Placement{1, 1}, Placement{2, 1}, Placement{2, 2}), placement_name);

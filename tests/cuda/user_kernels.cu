@@ -32,6 +32,22 @@ __global__ void copy_kernel(uint32_t* to, const uint32_t* from, int64_t n) {
   for (int64_t i = thread_index(); i < n; i += num_threads()) to[i] = from[i];
 }
 
+__global__ void produce_kernel(uint32_t* to, const uint32_t* from, int64_t n, uint64_t late) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+  const uint64_t start = now_ns();
+  while (now_ns() - start < late) {
+  }
+  for (int64_t i = thread_index(); i < n; i += num_threads()) to[i] = from[i];
+}
+__global__ void consume_kernel(uint32_t* to, const uint32_t* from, int64_t n) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+  for (int64_t i = thread_index(); i < n; i += num_threads()) to[i] = from[i];
+}
+
 __global__ void mark_kernel(uint32_t* flag, uint32_t value) {
   *static_cast<volatile uint32_t*>(flag) = value;
   __threadfence_system();
@@ -95,7 +111,7 @@ void load_user_kernels() {
   for (const void* kernel :
        {reinterpret_cast<const void*>(spin_kernel), reinterpret_cast<const void*>(copy_kernel), reinterpret_cast<const void*>(mark_kernel),
         reinterpret_cast<const void*>(occupy_kernel), reinterpret_cast<const void*>(meet_kernel), reinterpret_cast<const void*>(fill_kernel),
-        reinterpret_cast<const void*>(count_kernel)}) {
+        reinterpret_cast<const void*>(count_kernel), reinterpret_cast<const void*>(produce_kernel), reinterpret_cast<const void*>(consume_kernel)}) {
     check(cudaFuncGetAttributes(&unused, kernel), "loading a test kernel");
   }
   check(cudaFuncSetAttribute(occupy_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, whole_bytes()), "cudaFuncSetAttribute");
@@ -109,6 +125,25 @@ void spin(cudaStream_t stream, std::chrono::nanoseconds time) {
 void copy_words(cudaStream_t stream, void* to, const void* from, size_t num_bytes) {
   copy_kernel<<<64, 256, 0, stream>>>(static_cast<uint32_t*>(to), static_cast<const uint32_t*>(from), static_cast<int64_t>(num_bytes / 4));
   check(cudaGetLastError(), "copy kernel");
+}
+void produce_words(cudaStream_t stream, void* to, const void* from, size_t num_bytes, std::chrono::nanoseconds late) {
+  produce_kernel<<<4, 256, 0, stream>>>(static_cast<uint32_t*>(to), static_cast<const uint32_t*>(from), static_cast<int64_t>(num_bytes / 4),
+                                        count_of(late));
+  check(cudaGetLastError(), "produce kernel");
+}
+void consume_words(cudaStream_t stream, void* to, const void* from, size_t num_bytes) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(4);
+  config.blockDim = dim3(256);
+  config.stream = stream;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  check(cudaLaunchKernelEx(&config, consume_kernel, static_cast<uint32_t*>(to), static_cast<const uint32_t*>(from),
+                           static_cast<int64_t>(num_bytes / 4)),
+        "consume kernel");
 }
 void mark(cudaStream_t stream, uint32_t* flag, uint32_t value) {
   mark_kernel<<<1, 1, 0, stream>>>(flag, value);

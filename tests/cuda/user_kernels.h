@@ -18,6 +18,11 @@ void spin(cudaStream_t stream, std::chrono::nanoseconds time);
 /// Copies words (4 bytes) by a kernel.
 void copy_words(cudaStream_t stream, void* to, const void* from, size_t num_bytes);
 
+/// The same with programmatic dependent launch (sm_90 and newer; else like copy_words): the first lets what follows it start at once, and
+/// copies when `late` has passed; the second starts while what is ahead of it still runs, and waits for that.
+void produce_words(cudaStream_t stream, void* to, const void* from, size_t num_bytes, std::chrono::nanoseconds late);
+void consume_words(cudaStream_t stream, void* to, const void* from, size_t num_bytes);
+
 /// Sets *flag (mapped host memory) to `value`.
 void mark(cudaStream_t stream, uint32_t* flag, uint32_t value);
 

@@ -2,6 +2,7 @@
 #pragma once
 #include <gtest/gtest.h>
 
+#include <cstdio>
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -271,8 +272,14 @@ inline void expect_matches_reference(uint64_t seed, const RandomLimits& limits, 
   run_virtual_ranks(
       limits.num_ranks,
       [&](Communicator& comm) {
-        SCOPED_TRACE("seed " + std::to_string(seed) + " rank " + std::to_string(comm.rank()) + " of " + std::to_string(limits.num_ranks));
-        play_rank(comm, e, run);
+        const std::string who = "seed " + std::to_string(seed) + " rank " + std::to_string(comm.rank()) + " of " + std::to_string(limits.num_ranks);
+        SCOPED_TRACE(who);
+        try {
+          play_rank(comm, e, run);
+        } catch (const std::exception& error) {  // told now: the others may wait for this rank until the test is over its deadline
+          std::fprintf(stderr, "%s: %s\n", who.c_str(), error.what());
+          throw;
+        }
       },
       options_of(e.p, run));
 }

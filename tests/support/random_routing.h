@@ -122,7 +122,7 @@ struct RandomLimits {
   int64_t max_tokens = 24;
   int64_t max_hidden = 300;
   int max_experts = 17;
-  int max_topk = 9;
+  int min_topk = 1, max_topk = 9;
   bool shuffle_experts = true;  ///< expert_to_rank in any order, ranks without experts included
   double zero_tokens = 0.15;    ///< probability that a rank has none
   double specials = 0.05;       ///< of rows that are added
@@ -132,6 +132,7 @@ struct RandomLimits {
   std::vector<Wire> wires{Wire::payload, Wire::fp32, Wire::fp8, Wire::rows};
   bool exact = true, capacity = true, quantize = true, side = true, several_nodes = true;
   bool aligned = false;  ///< rows of whole 128-byte blocks, side arrays of whole 16-byte words
+  bool fused = false;    ///< with `aligned`: quantised wherever the dtype allows it, and the last block of a row may be shorter
 };
 
 /// A dispatch and the choices of a combine of it.
@@ -179,7 +180,7 @@ inline RandomProblem random_problem(uint64_t seed, const RandomLimits& limits) {
   d.experts = core::ExpertMap::of(p.expert_to_rank, limits.num_ranks);
   const int num_nodes = limits.several_nodes ? static_cast<int>(random.between(1, limits.num_ranks)) : 1;
   for (int r = 0; r < limits.num_ranks; ++r) p.node_of_rank.push_back(static_cast<int>(random.below(num_nodes)));
-  d.num_topk = static_cast<int>(random.between(1, limits.max_topk));
+  d.num_topk = static_cast<int>(random.between(limits.min_topk, limits.max_topk));
   d.hidden = random.between(1, limits.max_hidden);
   if (limits.aligned) d.hidden = (d.hidden + 127) / 128 * 128;
   d.dtype = random.one_of(limits.dtypes);
@@ -187,10 +188,12 @@ inline RandomProblem random_problem(uint64_t seed, const RandomLimits& limits) {
   d.layout = random.one_of(limits.layouts);
   if (d.layout == Layout::expert_major) d.alignment = static_cast<int>(random.one_of(std::vector<int>{1, 1, 3, 8, 16}));
   const bool can_quantize = d.dtype == DType::bf16 || d.dtype == DType::fp16 || d.dtype == DType::fp32;
-  if (limits.quantize && can_quantize && random.chance(0.3)) d.quantize = random.chance(0.5) ? Quantize::fp8_e4m3 : Quantize::fp8_e4m3_ue8m0;
+  if (limits.quantize && can_quantize && random.chance(limits.fused ? 1.0 : 0.3))
+    d.quantize = random.chance(0.5) ? Quantize::fp8_e4m3 : Quantize::fp8_e4m3_ue8m0;
   if (limits.aligned && d.quantize != Quantize::none) {  // scales of whole 16-byte words, too
     const int64_t to = d.quantize == Quantize::fp8_e4m3 ? 512 : 2048;
     d.hidden = (d.hidden + to - 1) / to * to;
+    if (limits.fused && random.chance(0.5)) d.hidden -= 16 * random.between(1, 7);
   }
   for (int64_t i = limits.side ? random.below(3) : 0; i > 0; --i) {
     p.side_dtypes.push_back(random.one_of(std::vector<DType>{DType::fp32, DType::u8, DType::bf16}));

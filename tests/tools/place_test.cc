@@ -34,6 +34,8 @@ class FakeStream final : public transport::DeviceStream {
   std::unique_ptr<transport::DeviceClock> make_clock(size_t) override { return nullptr; }
   std::unique_ptr<transport::DeviceGraph> capture(const std::function<void()>&) override { return nullptr; }
 
+  size_t num_pieces() const { return memory_.size(); }
+
   int num_waits = 0;
 
  private:
@@ -85,6 +87,16 @@ TEST(GpuPlace, AViewGoesThereAndComesBack) {
   for (int64_t row = 0; row < 3; ++row) EXPECT_EQ(std::memcmp(back.row(row), host.row(row), 12), 0) << row;
   fake.place.finish();
   EXPECT_EQ(fake.stream->num_waits, 1);
+}
+
+TEST(GpuPlace, WhatIsGivenBackIsGone) {
+  Fake fake;
+  const auto values = numbers(8);
+  const TensorView there = fake.place.put(TensorView::dense(values.data(), DType::fp32, {8}));
+  EXPECT_EQ(fake.stream->num_pieces(), 1u);
+  fake.place.give_back(there);
+  fake.place.give_back(fake.place.put(TensorView::dense(nullptr, DType::bf16, {0, 8})));
+  EXPECT_EQ(fake.stream->num_pieces(), 0u);
 }
 
 TEST(GpuPlace, ViewsWithoutElementsAreNowhere) {

@@ -157,6 +157,11 @@ __device__ Totals make_tables(const DispatchArgs& a, int local) {
   __shared__ int32_t shared_counts[kMostShared];
   const Routing& r = a.routing;
   const int num_ranks = a.common.team.num_ranks, me = a.common.team.rank;
+  // Nothing waits for each load of its own.
+  const int64_t token_rows = __ldcg(r.recv_begin + num_ranks);
+  int64_t asked = 0;
+#pragma unroll 4
+  for (int s = 0; s < num_ranks; ++s) asked += __ldcg(r.rows + s * num_ranks + me);
   int64_t pairs = 0, full = 0;
   for (int e = static_cast<int>(threadIdx.x); e < local; e += kThreads) {
     int run = 0;
@@ -177,9 +182,6 @@ __device__ Totals make_tables(const DispatchArgs& a, int local) {
     full += padded(run, a.alignment);
   }
   const int64_t all_pairs = block_sum(pairs), all_rows = block_sum(full);
-  const int64_t token_rows = r.recv_begin[num_ranks];
-  int64_t asked = 0;
-  for (int s = 0; s < num_ranks; ++s) asked += r.rows[s * num_ranks + me];
   if (threadIdx.x == 0) r.cut[0] = static_cast<int32_t>(token_rows), r.cut[1] = 0;
   __syncthreads();
   const bool fits =
@@ -273,26 +275,32 @@ __device__ void fill_rest(const DispatchArgs& a, const int32_t* begins, int loca
     return;
   }
   if (!a.has_weights) return;
-  for (int64_t i = first; i < a.result_rows; i += step) {
-    // The expert whose group row i lies in: the last that begins at or before it.
-    int low = 0, high = local;
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      if (__ldcg(r.expert_offsets + middle) <= i) low = middle;
-      else high = middle;
-    }
-    const bool real = local > 0 && i < __ldcg(r.expert_offsets + local) && i - __ldcg(r.expert_offsets + low) < __ldcg(r.expert_counts + low);
-    if (!real) r.row_weights[i] = 0.0f;
+  // Behind the pairs of each expert; a few warps share one where there are more of them than experts.
+  const int warps = static_cast<int>(step / 32), parts = max(1, warps / max(local, 1));
+  for (int u = static_cast<int>(first / 32); u < local * parts; u += warps) {
+    const int e = u / parts;
+    const int64_t end = __ldcg(r.expert_offsets + e + 1);
+    for (int64_t i = __ldcg(r.expert_offsets + e) + __ldcg(r.expert_counts + e) + u % parts * 32 + lane_id(); i < end; i += parts * 32)
+      r.row_weights[i] = 0.0f;
   }
+  for (int64_t i = __ldcg(r.expert_offsets + local) + first; i < a.result_rows; i += step) r.row_weights[i] = 0.0f;
 }
 
 __device__ void admit(const DispatchArgs& a, Call call, int32_t* begins) {
   const Common& c = a.common;
   const int local = a.num_local, role = take_role(c, call, kRoleTicket);
   if (a.chained) {
+    // Once all ranks have told their counts the rows may start; the tables that follow from the counts take a little longer.
+    bool told = true;
+    for (int s = static_cast<int>(threadIdx.x); told && s < c.team.num_ranks; s += kThreads) {
+      uint4 word;
+      const uint4* from = c.through_host ? reinterpret_cast<const uint4*>(a.begins) + s : header_from(c, call, s);
+      told = wait_word(c, Phase::local_blocks, c.team.rank, call.epoch, false, from, &word);
+    }
+    if (!__syncthreads_and(told)) return;
+    let_next_start();
     const bool planned = threadIdx.x == 0 ? wait_local(c, call.epoch, &a.flags[kPlanReady], false) : true;
     if (!__syncthreads_and(planned)) return;
-    let_next_start();
   }
   // One block waits for what peers send, and for all: many polling threads would slow down what they wait for.
   if (role == 0) {

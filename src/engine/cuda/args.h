@@ -50,6 +50,7 @@ struct HostWords {
 struct Control {
   uint64_t generation = 0;  ///< recovers so far; the Buffer is aborted while the arena's status word is above it
   uint64_t timeout_ns = 0, busy_ns = 0;
+  uint64_t status = 0;  ///< through the host: the arena's status word, as far as kernels of this rank have seen it
 };
 
 /// Per lane, in this GPU's memory.
@@ -64,8 +65,9 @@ struct LaneControl {
   uint32_t failed = 0;                              ///< epoch of the last call that was refused or that ranks disagreed about: its kernels do nothing
   uint32_t failed_of[kMostCopies] = {};             ///< [copy] the same, for calls that receive after later ones have been issued
   uint32_t told = 0;                                ///< epoch of the last call that failed and has left a record of why
-  uint32_t started[kMaxChannels] = {};              ///< epoch of the last low_latency call in which block b has started, or others do its part
-  uint64_t next_look[kMaxRanks] = {};               ///< when somebody looks again at what the host says of a rank
+  uint32_t started[kMaxChannels] =
+      {};  ///< epoch of the last call in which low_latency: block b has started, or others do its part; plan: chunk b is claimed
+  uint64_t next_look[kMaxRanks] = {};  ///< when somebody looks again at what the host says of a rank
 };
 
 /// Owner and local number of every expert: device memory that set_expert_to_rank() rewrites in stream order.
@@ -124,6 +126,10 @@ struct Common {
   int num_experts = 0;
   int max_local = 0;
   int lane = 0;
+  /// Arenas are memory of the host: what peers write here is behind PCIe (host_link.h). The same on all ranks.
+  bool through_host = false;
+  /// Through the host, else null: [depth][R][4] what other ranks offer, as one block of this rank has read it: flagged words.
+  uint32_t* offers = nullptr;
   /// The call is the one issued `back` calls ago on its lane (0: the one being issued: its epoch is the word in LaneControl + 1).
   int back = 0;
   /// Of a call that receives beside later calls: where the kernel that ends the sending part leaves the epoch for it; else null.
@@ -164,6 +170,11 @@ struct DispatchArgs {
   // Rows: what one consists of, after quantisation, in bytes.
   int64_t x_bytes = 0, scale_bytes = 0, x_block_stride = 0;
 
+  /// The rows and their scales where they are quantised before they are moved (throughput/quantize_ahead.cu), x_block_stride and
+  /// scale_bytes apart; else null.
+  std::byte *fp8 = nullptr, *fp8_scales = nullptr;
+  bool plans_beside = false;  ///< the plan kernel need not wait for that
+
   // The block that peers write, `block_rows` rows, at `block` of the own arena. Exact size: ranks differ in their rows, and so in
   // the offsets of what lies behind x: whoever writes takes them from the rows that were offered (block_offsets). Where the region
   // lacks room for all `total_rows`, the ids of all come at once, and the rows in rounds: in round i those from i * block_rows on.
@@ -193,9 +204,9 @@ struct DispatchArgs {
   int num_local = 0;  ///< experts of this rank
 
   // Scratch of the lane, in this GPU's memory.
-  uint64_t* chunk_counts = nullptr;    ///< [kMaxChunks][R + P]: the epoch above, below it kBadChunk and a count
-  uint32_t* flags = nullptr;           ///< [kNumFlags] local signals: epochs
-  uint32_t* begins = nullptr;          ///< [R + 1][4]: send_begin and recv_begin as flagged words, which need no fence
+  uint64_t* chunk_counts = nullptr;  ///< [kMaxChunks][R + P]: the epoch above, below it kBadChunk and a count
+  uint32_t* flags = nullptr;         ///< [kNumFlags] local signals: epochs
+  uint32_t* begins = nullptr;  ///< [R + 1][4]: send_begin and recv_begin as flagged words, which need no fence: exact size, and through the host
   int64_t* counts_for_host = nullptr;  ///< exact: mapped (CountWords)
 };
 
@@ -248,6 +259,19 @@ TURNOUT_HOST_DEVICE constexpr uint32_t offered_channels(const DispatchArgs& a) {
   return static_cast<uint32_t>(a.move_blocks) | (a.straight ? kRowsStay : 0);
 }
 
+/// The first kernel of a call whose routing is known, or of a further round.
+inline HelloArgs hello_of(const DispatchArgs& a) {
+  HelloArgs hello;
+  hello.common = a.common;
+  hello.block = a.block;
+  hello.block_rows = a.block_rows;
+  hello.channels = offered_channels(a);
+  hello.room = a.room;
+  hello.round = a.round;
+  hello.counts_for_host = a.counts_for_host;
+  return hello;
+}
+
 /// Tokens are counted in at most so many chunks.
 inline constexpr int kMaxChunks = 64;
 inline constexpr uint32_t kBadChunk = 1u << 31;
@@ -256,6 +280,7 @@ enum LocalFlag : int {
   kPlanReady,  ///< headers have come, tables of rows are made
   kCounted,    ///< counts and offsets of experts are those of the result
   kAdmitted,   ///< ids of received rows have come too
+  kQuantised,  ///< x is, where that is done ahead
   kPlaced,     ///< kPlaced + chunk: its pairs have their places
   kNumFlags = kPlaced + kMaxChunks
 };
@@ -263,7 +288,6 @@ enum LocalFlag : int {
 inline constexpr int kRowChannels = kMaxChunks;
 /// Tickets of a call, in LaneControl::tickets: work that blocks share out, and roles that go by the order in which blocks start.
 enum Ticket : int {
-  kChunkTicket,        ///< plan: chunks of tokens
   kMetaRoleTicket,     ///< meta: who makes the tables
   kRoleTicket,         ///< admit and combine: who waits for what peers say
   kTokenTicket,        ///< move: tokens to send,
@@ -272,7 +296,8 @@ enum Ticket : int {
   kSendRoleTicket,     ///< move: who sends
   kReceiveRoleTicket,  ///< move, straight: who waits for the others
   kPushTicket,         ///< combine: partial sums for others,
-  kReduceTicket        ///<   own tokens
+  kReduceTicket,       ///<   own tokens
+  kAheadTicket         ///< quantize_ahead: blocks that are done
 };
 
 /// Tokens are cut into chunks alike on every rank, so that all know how many chunks a source has.

@@ -3,6 +3,7 @@
 
 #include "core/sum_tree.h"
 #include "engine/cuda/engine.h"
+#include "engine/cuda/host_link.h"
 #include "engine/cuda/kernels.h"
 #include "engine/cuda/pending.h"
 #include "engine/cuda/throughput/bulk.h"
@@ -99,7 +100,7 @@ std::unique_ptr<DevicePending> Engine::combine(const turnout::CombineArgs& args,
   place_sums(args, a, &pending->result, stream);
 
   LaneState& lane = lanes_[static_cast<size_t>(args.lane)];
-  const int sms = args.num_sms > 0 ? args.num_sms : num_sms_;
+  const int sms = args.num_sms > 0 ? args.num_sms : a.common.through_host ? kHostCombineSms : num_sms_;
   check(launch_combine(a, true, receive_now, blocks(sms), stream), "combine kernel");
   ++lane.num_sends;
   ++lane.outstanding;
@@ -208,6 +209,7 @@ DeviceDispatch PendingCall::finish_dispatch() {
   out.arrived = a.arrived;
   out.is_lease = result->is_lease();
   block.reset();
+  fp8.reset();
   return out;
 }
 

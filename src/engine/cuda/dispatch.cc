@@ -1,9 +1,11 @@
 // A dispatch on a GPU: memory is found, arguments become those of the kernels, kernels are launched.
 #include <algorithm>
 #include <chrono>
+#include <thread>
 
 #include "engine/cuda/carver.h"
 #include "engine/cuda/engine.h"
+#include "engine/cuda/host_link.h"
 #include "engine/cuda/kernels.h"
 #include "engine/cuda/pending.h"
 #include "engine/cuda/specialize.h"
@@ -16,6 +18,8 @@ using transport::device::check;
 using transport::device::CurrentDevice;
 
 namespace {
+
+constexpr std::chrono::milliseconds kAskEvery{1};  ///< while the host waits for a kernel
 
 int64_t up(int64_t n, int64_t to) { return core::align_up(n, to); }
 
@@ -183,10 +187,17 @@ void Engine::place_result(const turnout::DispatchArgs& args, DispatchArgs& a, st
 
 /// Until a kernel has told what the headers of all ranks say.
 const volatile int64_t* Engine::wait_for_words(cudaStream_t stream) {
+  using Clock = std::chrono::steady_clock;
   volatile int64_t* words = counts_->host();
+  Clock::time_point next = Clock::now() + kAskEvery;
   for (uint32_t i = 0; words[CountWords::kEpoch] == 0; ++i) {
     if (i % 1024) continue;
     raise_failure();
+    // The driver is asked rarely: it has locks, and the rank that all wait for needs them to come.
+    const Clock::time_point now = Clock::now();
+    if (now < next) continue;
+    next = now + kAskEvery;
+    std::this_thread::yield();
     const cudaError_t e = cudaStreamQuery(stream);
     if (e != cudaErrorNotReady) {
       check(e, "dispatch");
@@ -267,9 +278,10 @@ void Engine::reuse_routing(PendingCall& call, std::shared_ptr<const RoutingMemor
 void Engine::place_call(const turnout::DispatchArgs& args, PendingCall& call) const {
   DispatchArgs& a = call.dispatch;
   const bool stays = args.result != ResultKind::fresh && !args.out.defined();
-  a.straight = a.layout == Layout::rank_major && stays && a.block_rows == a.total_rows;
+  const bool in_block = a.layout == Layout::rank_major && stays && a.block_rows == a.total_rows;
+  a.straight = in_block && !a.common.through_host;  // else they land in one half of the block and are laid out in the other
   place_block(a, &call.block, call.stream);
-  if (!a.straight) return place_result(args, a, &call.result, call.stream);
+  if (!in_block) return place_result(args, a, &call.result, call.stream);
   std::byte* base = call.block->data();
   const BlockOffsets offsets = block_offsets(a, a.block_rows);
   a.out_x = base;
@@ -279,6 +291,18 @@ void Engine::place_call(const turnout::DispatchArgs& args, PendingCall& call) co
   call.result = call.block;
 }
 
+/// What bulk copies move, in memory of its own. Blocks of the plan kernel, which share an SM with nobody, find some free.
+void Engine::quantize_ahead(PendingCall& call, int num_sms) const {
+  DispatchArgs& a = call.dispatch;
+  const int64_t scales = up(a.num_tokens * a.x_block_stride, 128), bytes = scales + a.num_tokens * a.scale_bytes;
+  call.fp8 = std::make_shared<Hold>(shared_, shared_->own, static_cast<size_t>(std::max<int64_t>(bytes, 128)), call.stream);
+  a.fp8 = call.fp8->data();
+  a.fp8_scales = a.fp8 + scales;
+  a.plans_beside = sharers_ == 1 && !a.cached && a.capacity >= 0;
+  const int most = std::max(num_sms_ / 2, num_sms_ - num_chunks(a.num_tokens));
+  check(launch_quantize_ahead(a, blocks(num_sms > 0 ? std::min(num_sms, most) : most), call.stream), "quantize_ahead kernel");
+}
+
 /// The first kernel of a call but for exact size, where it is the second.
 void Engine::open_call(PendingCall& call, int plan_blocks) {
   DispatchArgs& a = call.dispatch;
@@ -286,14 +310,7 @@ void Engine::open_call(PendingCall& call, int plan_blocks) {
     const auto launch = a.capacity < 0 ? launch_meta : launch_plan;
     return check(launch(a, num_ranks_, config_.num_experts, plan_blocks, call.stream), a.capacity < 0 ? "meta kernel" : "plan kernel");
   }
-  HelloArgs hello;
-  hello.common = a.common;
-  hello.block = a.block;
-  hello.block_rows = a.block_rows;
-  hello.channels = offered_channels(a);
-  hello.room = a.room;
-  hello.counts_for_host = a.counts_for_host;
-  check(launch_hello(hello, call.stream), "hello kernel");
+  check(launch_hello(hello_of(a), call.stream), "hello kernel");
   if (!a.counts_for_host) return;
   a.counts_for_host = nullptr;
   const volatile int64_t* words = wait_for_words(call.stream);
@@ -319,12 +336,13 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
     dispatch_low_latency(args, *pending, std::static_pointer_cast<const RoutingMemory>(cached), counts_arrivals);
     return pending;
   }
-  const int plan_blocks = blocks(args.num_sms > 0 ? args.num_sms : kMaxChunks), move_blocks = blocks(args.num_sms > 0 ? args.num_sms : num_sms_);
+  const int plan_blocks = blocks(args.num_sms > 0 ? args.num_sms : kMaxChunks);
+  const int move_blocks = blocks(args.num_sms > 0 ? args.num_sms : a.common.through_host ? kHostMoveSms : num_sms_);
   if (cached) reuse_routing(*pending, std::static_pointer_cast<const RoutingMemory>(cached));
   else make_routing(args, *pending, plan_blocks);
   place_call(args, *pending);
   // Bulk copies need few SMs where they only send; offers say how many blocks will announce.
-  const bool bulk = can_move_bulk(a);
+  const bool ahead = can_quantize_ahead(a), bulk = ahead || can_move_bulk(a);
   a.move_blocks = bulk ? blocks(args.num_sms > 0 ? args.num_sms : default_move_sms(a)) : move_blocks;
   // Kernels that wait for the ones before them while they hold SMs must not keep out what those wait for: another rank's kernels on
   // this GPU. So only alone on it.
@@ -337,6 +355,7 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
     a.common.own_epoch = reinterpret_cast<uint32_t*>(a.arrived + num_ranks_) + kNumFlags;
     check(cudaMemsetAsync(a.arrived, 0, bytes, stream), "cudaMemset");
   }
+  if (ahead) quantize_ahead(*pending, args.num_sms);
   open_call(*pending, plan_blocks);
   prepare_rounds(lane, stream);
   ++lane.num_sends;
@@ -350,13 +369,14 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
     lane.rounds_issued = 1;
     issue_rounds(*pending, move_blocks);
     lane.rounds = lane.rounds_issued = 0;
+    pending->fp8.reset();
     return pending;
   }
   check(launch_move(a, true, false, a.move_blocks, stream), "move kernel");
   lane.rounds = 0;
   a.common.last_of_send = false;
   if (args.receive == Receive::resident) {
-    if (!lane.resident) lane.resident = new_stream(device_);
+    if (!lane.resident) lane.resident = transport::device::borrow_stream(device_);
     pending->receive_on(lane.resident.get());
   }
   pending->stay_open();

@@ -11,6 +11,7 @@
 #include "engine/cuda/sizes.h"
 #include "transport/device/driver.h"
 #include "transport/device/gpu.h"
+#include "transport/device/shared.h"
 
 namespace turnout::engine::cuda {
 
@@ -19,26 +20,28 @@ using transport::device::CurrentDevice;
 
 template <class T>
 Mapped<T>::Mapped(size_t n) {
-  void* p = nullptr;
-  check(cudaHostAlloc(&p, n * sizeof(T), cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
-  std::memset(p, 0, n * sizeof(T));
-  host_ = static_cast<T*>(p);
+  memory_ = transport::device::borrow_pinned(n * sizeof(T));
   void* d = nullptr;
-  check(cudaHostGetDevicePointer(&d, p, 0), "cudaHostGetDevicePointer");
+  check(cudaHostGetDevicePointer(&d, memory_.get(), 0), "cudaHostGetDevicePointer");
   device_ = static_cast<T*>(d);
-}
-template <class T>
-Mapped<T>::~Mapped() {
-  cudaFreeHost(host_);
 }
 template class Mapped<HostWords>;
 template class Mapped<int64_t>;
+template class Mapped<std::byte>;
 
-std::shared_ptr<CUstream_st> new_stream(int device) {
-  CurrentDevice current(device);
-  cudaStream_t stream = nullptr;
-  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
-  return {stream, [](cudaStream_t s) { cudaStreamDestroy(s); }};
+LeaseMemory::LeaseMemory(transport::DeviceWindow& window, const Arena& arena, std::shared_ptr<transport::device::MemoryPool> pool,
+                         cudaStream_t stream)
+    : first_(arena.receive), num_bytes_(arena.receive_bytes), begin_(window.local() + arena.receive), pool_(std::move(pool)), stream_(stream) {
+  bool by_host = false;
+  for (int r = 0; r < arena.num_ranks; ++r) by_host = by_host || window.link(r) == transport::DeviceLink::host;
+  if (!by_host) return;
+  const auto held = transport::device::hold_side_streams();
+  apart_ = begin_ = pool_->allocate(std::max<size_t>(num_bytes_, 1), stream_,
+                                    "cudaMallocAsync of " + std::to_string(num_bytes_) + " bytes for results (receive_bytes)");
+  check(cudaStreamSynchronize(stream_), "cudaMallocAsync");
+}
+LeaseMemory::~LeaseMemory() {
+  if (apart_) pool_->free(apart_, stream_);
 }
 
 namespace {
@@ -48,7 +51,7 @@ core::ExpertMap map_of(const BufferConfig& config, int num_ranks) {
                                        : core::ExpertMap::of(config.expert_to_rank, num_ranks);
 }
 
-void load_kernels(int device) {
+void load_kernels(int device, cudaStream_t stream) {
   CurrentDevice current(device);
   check(prepare_plan(), "loading the plan kernels");
   check(prepare_admit(), "loading the admit kernel");
@@ -56,6 +59,7 @@ void load_kernels(int device) {
   check(prepare_combine(), "loading the combine kernels");
   check(prepare_ll_dispatch(), "loading the low_latency dispatch kernels");
   check(prepare_ll_combine(), "loading the low_latency combine kernels");
+  check(prepare_local_memory(stream), "taking local memory");
 }
 
 /// Whether a capture is under way that forbids this thread what construction does. Some captures forbid nothing, and disturb nobody.
@@ -111,14 +115,30 @@ Engine::Engine(DeviceEngineSetup setup)
     throw InvalidArgument("Buffer: num_experts is " + std::to_string(config_.num_experts) +
                           ", more than a GPU's shared memory can count at once (about 11000)");
   }
+  // What one rank lacks all are told: they would else wait for it.
+  const auto built = transport::tell_all(bootstrap_, "CUDA engine", "", [&] {
+    build(std::move(setup.window), setup.allocator);
+    return std::string();
+  });
+  try {
+    transport::check_agreed(built, rank_, "CUDA engine");
+  } catch (...) {
+    if (device_words_) shared_->pool->free(device_words_, side_stream_);
+    throw;
+  }
+  watch_ = std::thread([this] { watch_peers(); });
+}
+
+void Engine::build(std::unique_ptr<transport::DeviceWindow> window, Allocator* allocator) {
   const Arena arena = Arena::of(arena_shape(config_, num_ranks_));
-  shared_ = std::make_shared<Shared>(std::move(setup.window), arena, device_, setup.allocator);
-  load_kernels(device_);
+  shared_ = std::make_shared<Shared>(std::move(window), arena, device_, allocator, sharers_ == 1);
+  load_kernels(device_, shared_->stream);
 
   check(cudaDeviceGetAttribute(&num_sms_, cudaDevAttrMultiProcessorCount, device_), "cudaDeviceGetAttribute");
   const core::ExpertMap map = map_of(config_, num_ranks_);
   words_ = std::make_unique<Mapped<HostWords>>(1);
   counts_ = std::make_unique<Mapped<int64_t>>(static_cast<size_t>(CountWords::pairs(num_ranks_) + config_.num_experts));
+  read_room_ = std::make_unique<Mapped<std::byte>>(kReadBytes);
   const int64_t columns = num_ranks_ + config_.num_experts;
   const auto carve = [&](std::byte* base) {
     Carver at(base);
@@ -132,15 +152,15 @@ Engine::Engine(DeviceEngineSetup setup)
       lane.chunk_counts = at.take<uint64_t>(kMaxChunks * columns);
       lane.flags = at.take<uint32_t>(kNumFlags);
       lane.begins = at.take<uint32_t>(4 * (num_ranks_ + 1));
+      lane.offers = shared_->through_host() ? at.take<uint32_t>(4 * num_ranks_ * shared_->arena.depth) : nullptr;
     }
     return at.num_bytes();
   };
   device_words_bytes_ = carve(nullptr);
-  void* p = nullptr;
-  check(cudaMalloc(&p, device_words_bytes_), "cudaMalloc of the Buffer's words");
-  device_words_ = static_cast<std::byte*>(p);
+  side_stream_ = shared_->stream;
+  const auto held = transport::device::hold_side_streams();
+  device_words_ = shared_->pool->allocate(device_words_bytes_, side_stream_, "allocating the Buffer's words");
   carve(device_words_);
-  side_stream_ = shared_->stream.get();
   check(cudaMemsetAsync(device_words_, 0, device_words_bytes_, side_stream_), "cudaMemset");
   std::vector<int32_t> nodes;
   for (int r = 0; r < num_ranks_; ++r) nodes.push_back(topology_.node_of(r));
@@ -153,8 +173,6 @@ Engine::Engine(DeviceEngineSetup setup)
   std::vector<int> owners;
   for (int e = 0; e < config_.num_experts; ++e) owners.push_back(map.rank_of(e));
   set_experts(owners);
-  bootstrap_.barrier("CUDA engine");
-  watch_ = std::thread([this] { watch_peers(); });
 }
 
 Engine::~Engine() {
@@ -170,7 +188,8 @@ Engine::~Engine() {
   cudaGetDevice(&before);
   cudaSetDevice(device_);
   // Kernels of this rank may still use these words; a peer is never waited for: their waits end with the abort.
-  if (device_words_) cudaFree(device_words_);
+  let_calls_end();
+  if (device_words_) shared_->pool->free(device_words_, side_stream_);
   cudaSetDevice(before);
 }
 
@@ -189,6 +208,8 @@ Common Engine::common(int lane, const CallFacts& facts, int num_calls_ago, bool 
   c.num_experts = config_.num_experts;
   c.max_local = max_local_;
   c.lane = lane;
+  c.through_host = shared_->through_host();
+  c.offers = lanes_[static_cast<size_t>(lane)].offers;
   c.back = num_calls_ago;
   c.last_of_send = last_of_send;
   c.facts = facts;
@@ -230,6 +251,7 @@ void Engine::set_experts(const std::vector<int>& expert_to_rank) {
   table.by_rank = table.first + num_ranks_ + 1;
   std::lock_guard lock(mutex_);
   finish_calls("waiting for earlier calls, which read the old map");
+  const auto held = transport::device::hold_side_streams();
   check(cudaMemcpyAsync(expert_arrays_, arrays.data(), arrays.size() * 4, cudaMemcpyHostToDevice, side_stream_), "cudaMemcpy");
   check(cudaMemcpyAsync(experts_, &table, sizeof table, cudaMemcpyHostToDevice, side_stream_), "cudaMemcpy");
   check(cudaStreamSynchronize(side_stream_), "writing the expert map");
@@ -260,10 +282,8 @@ void Engine::require_memory() const {
 }
 
 bool Engine::is_released(const void* address) const {
-  const auto* p = static_cast<const std::byte*>(address);
-  const std::byte* begin = shared_->window->local() + shared_->arena.receive;
-  if (p < begin || p >= begin + shared_->arena.receive_bytes) return shared_->results.keeps(p);
-  return !shared_->region.is_taken(static_cast<size_t>(p - shared_->window->local()));
+  const std::optional<size_t> offset = shared_->leases.offset_of(static_cast<const std::byte*>(address));
+  return offset ? !shared_->region.is_taken(*offset) : shared_->results.keeps(address);
 }
 
 void Engine::refuse(const CallFacts& facts, int lane, Stream stream) {

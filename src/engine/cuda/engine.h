@@ -7,38 +7,66 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
 #include "engine/cuda/args.h"
 #include "engine/cuda/memory.h"
 #include "engine/device_engine.h"
+#include "transport/device/resources.h"
 #include "transport/device_window.h"
 
 namespace turnout::engine::cuda {
 
-/// A stream that waits for no other.
-std::shared_ptr<CUstream_st> new_stream(int device);
+/// Where the rows of leases are. Where arenas are memory of the host, each block of the region has a twin in this GPU's memory: peers write
+/// to the one, and rows are laid out in the other, since whoever works on them would else read them across PCIe, and more than once.
+class LeaseMemory {
+ public:
+  LeaseMemory(transport::DeviceWindow& window, const Arena& arena, std::shared_ptr<transport::device::MemoryPool> pool, cudaStream_t stream);
+  ~LeaseMemory();
+  LeaseMemory(const LeaseMemory&) = delete;
+  LeaseMemory& operator=(const LeaseMemory&) = delete;
+  bool are_apart() const { return apart_ != nullptr; }
+  /// `offset`: in the arena.
+  std::byte* at(size_t offset) const { return begin_ + (offset - first_); }
+  /// Whether `address` is in the region's memory, and then where in the arena.
+  std::optional<size_t> offset_of(const std::byte* address) const {
+    if (address < begin_ || address >= begin_ + num_bytes_) return std::nullopt;
+    return first_ + static_cast<size_t>(address - begin_);
+  }
+
+ private:
+  size_t first_, num_bytes_;
+  std::byte* apart_ = nullptr;
+  std::byte* begin_;
+  std::shared_ptr<transport::device::MemoryPool> pool_;
+  cudaStream_t stream_;
+};
 
 /// What results keep alive: they may outlive the Buffer.
 struct Shared {
-  Shared(std::unique_ptr<transport::DeviceWindow> window_, const Arena& arena_, int device_, Allocator* allocator)
+  /// `alone`: no other rank uses the GPU.
+  Shared(std::unique_ptr<transport::DeviceWindow> window_, const Arena& arena_, int device_, Allocator* allocator, bool alone)
       : window(std::move(window_)),
         arena(arena_),
         device(device_),
-        stream(new_stream(device_)),
-        region(arena.receive, arena.receive_bytes),
-        results(device_, allocator, stream.get()),
-        own(device_, nullptr, stream.get()) {}
+        stream(transport::device::side_stream(device_)),
+        pool(std::make_shared<transport::device::MemoryPool>(device_)),
+        region(device_, arena.receive, arena.receive_bytes),
+        results(device_, allocator, stream, pool, alone),
+        own(device_, nullptr, stream, pool, alone),
+        leases(*window, arena, pool, stream) {}
+  bool through_host() const { return leases.are_apart(); }
   std::unique_ptr<transport::DeviceWindow> window;
   const Arena arena;
   const int device;
-  /// Of allocations and of words that the host writes: short work that waits for nobody. One for all that: streams beyond 32 share
-  /// queues of the GPU, and virtual ranks that share a queue wait for each other for ever.
-  const std::shared_ptr<CUstream_st> stream;
+  const cudaStream_t stream;  ///< of allocations and of words that the host writes: short work that waits for nobody
+  const std::shared_ptr<transport::device::MemoryPool> pool;
   Region region;
   Memory results;  ///< from the caller's Allocator, if there is one
   Memory own;      ///< handles
+  const LeaseMemory leases;
 };
 
 /// A lease or an allocation, given back in order of the stream of its call when the last reference dies.
@@ -55,7 +83,7 @@ class Hold {
   }
   bool is_lease() const { return is_lease_; }
   size_t offset() const { return lease_.block.offset; }
-  std::byte* data() const { return is_lease_ ? shared_->window->local() + lease_.block.offset : piece_.data; }
+  std::byte* data() const { return is_lease_ ? shared_->leases.at(lease_.block.offset) : piece_.data; }
 
  private:
   std::shared_ptr<Shared> shared_;
@@ -85,16 +113,16 @@ template <class T>
 class Mapped {
  public:
   explicit Mapped(size_t n);
-  ~Mapped();
-  Mapped(const Mapped&) = delete;
-  Mapped& operator=(const Mapped&) = delete;
-  T* host() const { return host_; }
+  T* host() const { return static_cast<T*>(memory_.get()); }
   T* device() const { return device_; }
 
  private:
-  T* host_ = nullptr;
+  std::shared_ptr<void> memory_;
   T* device_ = nullptr;
 };
+
+/// What is read of the GPU at a time.
+inline constexpr size_t kReadBytes = 4096;
 
 class PendingCall;
 
@@ -137,9 +165,11 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
     int64_t rounds_issued = 0;
     std::shared_ptr<CUstream_st> resident;  ///< of resident receives, once there is one
     uint64_t* chunk_counts = nullptr;
-    uint32_t *flags = nullptr, *begins = nullptr;
+    uint32_t *flags = nullptr, *begins = nullptr, *offers = nullptr;
   };
 
+  /// The part of construction that may fail on one rank alone.
+  void build(std::unique_ptr<transport::DeviceWindow> window, Allocator* allocator);
   /// `num_calls_ago`: how many calls of the lane were issued since.
   Common common(int lane, const CallFacts& facts, int num_calls_ago, bool last_of_send) const;
   int blocks(int wanted) const;
@@ -152,11 +182,13 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
   void dispatch_low_latency(const turnout::DispatchArgs& args, PendingCall& call, std::shared_ptr<const RoutingMemory> cached, bool counts_arrivals);
   void combine_low_latency(const turnout::CombineArgs& args, PendingCall& call);
   void place_sums(const turnout::CombineArgs& args, CombineArgs& a, std::shared_ptr<Hold>* result, cudaStream_t stream) const;
+  void read(void* to, const void* from, size_t num_bytes, std::string_view what);
   const volatile int64_t* wait_for_words(cudaStream_t stream);
   void wait_for_counts(DispatchArgs& a, RoutingMemory& r, cudaStream_t stream);
   void make_routing(const turnout::DispatchArgs& args, PendingCall& call, int plan_blocks);
   void reuse_routing(PendingCall& call, std::shared_ptr<const RoutingMemory> cached) const;
   void place_call(const turnout::DispatchArgs& args, PendingCall& call) const;
+  void quantize_ahead(PendingCall& call, int num_sms) const;
   void open_call(PendingCall& call, int plan_blocks);
   uint32_t room() const;
   bool may_need_rounds(const DispatchArgs& a, const RoutingMemory& r) const;
@@ -169,6 +201,7 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
   void watch_peers();
   void note_stream(cudaStream_t stream);
   void finish_calls(std::string_view what);
+  void let_calls_end() noexcept;
   /// Throws: InvalidArgument between suspend() and resume().
   void require_memory() const;
   /// Before the next call of a lane: what takes its staging copy, or the one after, has been received.
@@ -184,6 +217,8 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
   std::shared_ptr<Shared> shared_;
   std::unique_ptr<Mapped<HostWords>> words_;
   std::unique_ptr<Mapped<int64_t>> counts_;
+  std::unique_ptr<Mapped<std::byte>> read_room_;
+  std::mutex read_mutex_;
   std::byte* device_words_ = nullptr;  ///< one allocation: Control, LaneControls, expert table, scratch
   size_t device_words_bytes_ = 0;
   Control* control_ = nullptr;

@@ -51,6 +51,37 @@ void Engine::finish_calls(std::string_view what) {
   for (cudaStream_t stream : streams_) {
     if (capture_of(stream) == 0) check(cudaStreamSynchronize(stream), what);
   }
+  for (const LaneState& lane : lanes_) {
+    if (lane.resident) check(cudaStreamSynchronize(lane.resident.get()), what);
+  }
+}
+
+/// The same at the end, when some of the streams may have gone.
+void Engine::let_calls_end() noexcept {
+  if (sharers_ == 1) {
+    (void)cudaDeviceSynchronize();
+  } else {
+    for (cudaStream_t stream : streams_) {
+      cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+      if (cudaStreamIsCapturing(stream, &status) == cudaSuccess && status == cudaStreamCaptureStatusNone) (void)cudaStreamSynchronize(stream);
+    }
+    for (const LaneState& lane : lanes_) {
+      if (lane.resident) (void)cudaStreamSynchronize(lane.resident.get());
+    }
+  }
+  (void)cudaGetLastError();
+}
+
+/// Through pinned memory: a copy to other memory waits for what little of it the driver has, and that may be waiting for kernels.
+void Engine::read(void* to, const void* from, size_t num_bytes, std::string_view what) {
+  std::lock_guard lock(read_mutex_);
+  for (size_t at = 0; at < num_bytes; at += kReadBytes) {
+    const size_t piece = std::min(num_bytes - at, kReadBytes);
+    const auto held = transport::device::hold_side_streams();
+    check(cudaMemcpyAsync(read_room_->host(), static_cast<const std::byte*>(from) + at, piece, cudaMemcpyDeviceToHost, side_stream_), what);
+    check(cudaStreamSynchronize(side_stream_), what);
+    std::memcpy(static_cast<std::byte*>(to) + at, read_room_->host(), piece);
+  }
 }
 
 namespace {
@@ -75,7 +106,7 @@ WaitRecord public_record(const DeviceRecord& r) {
   return w;
 }
 
-DeviceRecord read(const volatile DeviceRecord& from) {
+DeviceRecord loaded(const volatile DeviceRecord& from) {
   DeviceRecord r;
   r.state = from.state;
   r.finder = from.finder;
@@ -101,10 +132,7 @@ void Engine::throw_abort(const DeviceRecord& own) {
       std::lock_guard lock(watch_mutex_);
       if (host_failure_) std::rethrow_exception(host_failure_);
     }
-    check(cudaMemcpyAsync(&why, shared_->window->local() + shared_->arena.status + kAbortRecordOffset, sizeof why, cudaMemcpyDeviceToHost,
-                          side_stream_),
-          "cudaMemcpy");
-    check(cudaStreamSynchronize(side_stream_), "reading why the Buffer was aborted");
+    read(&why, shared_->window->local() + shared_->arena.status + kAbortRecordOffset, sizeof why, "reading why the Buffer was aborted");
   }
   const WaitRecord record = public_record(why);
   const std::string text = record.to_string() + " (this Buffer stays aborted on all ranks until recover())";
@@ -114,7 +142,7 @@ void Engine::throw_abort(const DeviceRecord& own) {
 
 void Engine::throw_record() {
   volatile DeviceRecord& from = words_->host()->record;
-  const DeviceRecord r = read(from);
+  const DeviceRecord r = loaded(from);
   if (r.state <= kExpired || r.state == kLostPeer || r.state == ~uint64_t{0}) {
     CurrentDevice current(device_);
     throw_abort(r);
@@ -140,10 +168,7 @@ void Engine::throw_record() {
         return true;
       };
       for (int tries = 0; tries < 1000 && !is_here(); ++tries) {
-        check(cudaMemcpyAsync(words_of.data(), shared_->window->local() + arena.header_at(r.lane, copy, s), arena.header_bytes,
-                              cudaMemcpyDeviceToHost, side_stream_),
-              "cudaMemcpy");
-        check(cudaStreamSynchronize(side_stream_), "reading headers");
+        read(words_of.data(), shared_->window->local() + arena.header_at(r.lane, copy, s), arena.header_bytes, "reading headers");
       }
       std::array<int64_t, HeaderInts::kNumFacts> values;
       for (int i = 0; i < HeaderInts::kNumFacts; ++i) {
@@ -174,9 +199,7 @@ void Engine::check_failure() {
   if (!suspended_) {
     CurrentDevice current(device_);
     uint64_t status = 0;
-    check(cudaMemcpyAsync(&status, shared_->window->local() + shared_->arena.status, sizeof status, cudaMemcpyDeviceToHost, side_stream_),
-          "cudaMemcpy");
-    check(cudaStreamSynchronize(side_stream_), "reading the status word");
+    read(&status, shared_->window->local() + shared_->arena.status, sizeof status, "reading the status word");
     if (status > generation_) *static_cast<volatile uint64_t*>(&words_->host()->status) = status;
   }
   raise_failure();
@@ -201,8 +224,7 @@ void Engine::recover() {
   std::vector<uint32_t> mine;
   for (int l = 0; l < config_.num_lanes; ++l) {
     uint32_t epoch = 0;
-    check(cudaMemcpyAsync(&epoch, lane_controls_[l].epoch, sizeof epoch, cudaMemcpyDeviceToHost, side_stream_), "cudaMemcpy");
-    check(cudaStreamSynchronize(side_stream_), "reading epochs");
+    read(&epoch, lane_controls_[l].epoch, sizeof epoch, "reading epochs");
     mine.push_back(epoch);
   }
   const auto all = bootstrap_.all_gather("recover", std::as_bytes(std::span(mine)));
@@ -216,6 +238,7 @@ void Engine::recover() {
     }
     LaneControl fresh;
     std::fill(std::begin(fresh.epoch), std::end(fresh.epoch), latest + 1);
+    const auto held = transport::device::hold_side_streams();
     check(cudaMemcpyAsync(lane_controls_ + l, &fresh, sizeof fresh, cudaMemcpyHostToDevice, side_stream_), "cudaMemcpy");
     check(cudaStreamSynchronize(side_stream_), "writing epochs");
     lanes_[l].outstanding = 0;
@@ -227,8 +250,11 @@ void Engine::recover() {
     generation_ = next_generation;
     host_failure_ = nullptr;
   }
-  check(cudaMemcpyAsync(&control_->generation, &generation_, sizeof generation_, cudaMemcpyHostToDevice, side_stream_), "cudaMemcpy");
-  check(cudaStreamSynchronize(side_stream_), "writing the generation");
+  {
+    const auto held = transport::device::hold_side_streams();
+    check(cudaMemcpyAsync(&control_->generation, &generation_, sizeof generation_, cudaMemcpyHostToDevice, side_stream_), "cudaMemcpy");
+    check(cudaStreamSynchronize(side_stream_), "writing the generation");
+  }
   *static_cast<volatile uint64_t*>(&words_->host()->status) = 0;
   std::memset(static_cast<void*>(&words_->host()->record), 0, sizeof(DeviceRecord));
   bootstrap_.barrier("recovered");

@@ -1,6 +1,7 @@
 // First kernel of calls whose routing is known, of refused calls, and of further rounds.
 #include "engine/cuda/device/tell_host.cuh"
 #include "engine/cuda/kernels.h"
+#include "engine/cuda/launch.h"
 
 namespace turnout::engine::cuda {
 namespace {
@@ -10,7 +11,7 @@ namespace {
 __device__ void await_call(const Common& c, Call call, int rank) {
   const auto* header = reinterpret_cast<const uint4*>(c.team.base[c.team.rank] + c.arena.header_at(c.lane, call.copy, rank));
   const uint64_t start = clock_ns();
-  while (load_word(header).w != call.epoch && !is_aborted(c)) {
+  while (load_word(header).w != call.epoch && !is_aborted(c, true)) {
     const uint64_t now = clock_ns();
     if (now - start > c.control->busy_ns) return;
     if (!may_look(c, rank, now)) continue;
@@ -45,6 +46,7 @@ __global__ void __launch_bounds__(128, 1) hello_kernel(const __grid_constant__ H
     for (int s = static_cast<int>(threadIdx.x); s < c.team.num_ranks; s += static_cast<int>(blockDim.x)) await_call(c, call, s);
   } else {
     const bool good = receive_headers(c, call, HeaderInts::kRows, &facts, [](int, int, uint32_t) {});
+    if (good && c.through_host && !lost) gather_offers(c, call, nullptr, true);
     if (good && h.counts_for_host) {
       tell_rooms(c, call, h.counts_for_host);
       publish_counts(h.counts_for_host, call.epoch);
@@ -61,9 +63,6 @@ cudaError_t launch_hello(const HelloArgs& h, cudaStream_t stream) {
   hello_kernel<<<1, 128, 0, stream>>>(h);
   return cudaGetLastError();
 }
-cudaError_t prepare_hello() {
-  cudaFuncAttributes unused;
-  return cudaFuncGetAttributes(&unused, hello_kernel);
-}
+cudaError_t prepare_hello() { return load_kernel(reinterpret_cast<const void*>(hello_kernel)); }
 
 }  // namespace turnout::engine::cuda

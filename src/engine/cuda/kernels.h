@@ -15,12 +15,17 @@ cudaError_t prepare_combine();
 cudaError_t prepare_ll_dispatch();
 cudaError_t prepare_ll_combine();
 cudaError_t prepare_move_bulk();
+cudaError_t prepare_quantize_ahead();
 cudaError_t prepare_combine_bulk();
+/// Takes the local memory that kernels need, in order of a stream.
+cudaError_t prepare_local_memory(cudaStream_t stream);
 
 /// Steps of a group in the plan kernel; 0: too many experts for this GPU's shared memory.
 int plan_groups(int num_ranks, int num_experts);
 
 cudaError_t launch_plan(const DispatchArgs& args, int num_ranks, int num_experts, int blocks, cudaStream_t stream);
+/// Where can_quantize_ahead says so: before the plan, and the move kernel takes what it leaves.
+cudaError_t launch_quantize_ahead(const DispatchArgs& args, int blocks, cudaStream_t stream);
 cudaError_t launch_meta(const DispatchArgs& args, int num_ranks, int num_experts, int blocks, cudaStream_t stream);
 cudaError_t launch_hello(const HelloArgs& args, cudaStream_t stream);
 cudaError_t launch_admit(const DispatchArgs& args, int blocks, cudaStream_t stream);

@@ -6,6 +6,16 @@
 
 namespace turnout::engine::cuda {
 
+/// Loads a kernel, which may take `shared_bytes` of dynamic shared memory: its first launch would load it, and to do that may be to wait
+/// for kernels that wait for this very rank.
+inline cudaError_t load_kernel(const void* kernel, int shared_bytes = 0) {
+  if (shared_bytes > 0) {
+    if (const cudaError_t bad = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes)) return bad;
+  }
+  cudaFuncAttributes found;
+  return cudaFuncGetAttributes(&found, kernel);
+}
+
 /// With `chained` the kernel may start while the one before it in the stream still runs (once all blocks of that one have called
 /// let_next_start, or have ended): it must itself wait for what it needs.
 template <class... Parameters, class... Arguments>

@@ -24,14 +24,15 @@ void require_room(const char* call, int64_t num_tokens, const Arena& arena) {
 
 }  // namespace
 
+/// Flagged words need memory that answers at once: across PCIe, in words of 16 bytes that all warps look at, they take milliseconds.
 bool Engine::is_low_latency(const DispatchArgs& a) const {
-  if (a.common.facts.mode != static_cast<int64_t>(Mode::low_latency) || !can_ll_dispatch(a)) return false;
+  if (a.common.through_host || a.common.facts.mode != static_cast<int64_t>(Mode::low_latency) || !can_ll_dispatch(a)) return false;
   require_room("dispatch", a.num_tokens, a.common.arena);
   return true;
 }
 
 bool Engine::is_low_latency(const CombineArgs& a) const {
-  if (a.common.facts.mode != static_cast<int64_t>(Mode::low_latency) || !can_ll_combine(a)) return false;
+  if (a.common.through_host || a.common.facts.mode != static_cast<int64_t>(Mode::low_latency) || !can_ll_combine(a)) return false;
   require_room("combine", a.num_tokens, a.common.arena);
   return true;
 }

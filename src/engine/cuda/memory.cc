@@ -38,6 +38,7 @@ cudaEvent_t Fences::take_event() {
     spare_.pop_back();
     return e;
   }
+  const transport::device::CurrentDevice current(device_);  // an event of another device could not be recorded
   cudaEvent_t e = nullptr;
   check(cudaEventCreateWithFlags(&e, cudaEventDisableTiming), "cudaEventCreate");
   return e;
@@ -159,18 +160,39 @@ void Region::give_back(const Lease& lease) noexcept {
   }
 }
 
+/// Results may outlive their Buffer, and kernels that write them be under way. Those of other virtual ranks may wait for what this rank
+/// does next, so they are not waited for.
+void Memory::finish() {
+  if (alone_) {
+    (void)cudaDeviceSynchronize();
+    return;
+  }
+  for (cudaStream_t stream : users_) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    if (cudaStreamIsCapturing(stream, &status) == cudaSuccess && status == cudaStreamCaptureStatusNone) (void)cudaStreamSynchronize(stream);
+  }
+  (void)cudaGetLastError();
+}
+
+void Memory::note_user(cudaStream_t stream) {
+  std::lock_guard lock(mutex_);
+  if (std::find(users_.begin(), users_.end(), stream) == users_.end()) users_.push_back(stream);
+}
+
 Memory::~Memory() {
   int before = 0;
   cudaGetDevice(&before);
   cudaSetDevice(device_);
-  // Results may outlive their Buffer, and kernels that write them be under way.
-  cudaDeviceSynchronize();
+  finish();
   for (const Returned& r : returned_) {
     allocator_->deallocate(r.data, r.num_bytes);
     if (r.event) cudaEventDestroy(r.event);
   }
-  for (std::byte* data : all_) cudaFreeAsync(data, stream_);
-  cudaStreamSynchronize(stream_);
+  {
+    const auto held = transport::device::hold_side_streams();
+    for (std::byte* data : all_) pool_->free(data, stream_);
+    cudaStreamSynchronize(stream_);
+  }
   cudaSetDevice(before);
 }
 
@@ -180,6 +202,7 @@ Memory::Piece Memory::take(size_t num_bytes, cudaStream_t stream) {
   while (size < num_bytes) size *= 2;
   if (size > (1u << 20)) size = static_cast<size_t>(core::align_up(static_cast<int64_t>(num_bytes), 1 << 20));
   const uint64_t capture = capture_of(stream);
+  note_user(stream);
   if (allocator_) {
     std::byte* data = nullptr;
     try {
@@ -206,11 +229,11 @@ Memory::Piece Memory::take(size_t num_bytes, cudaStream_t stream) {
   // cudaMalloc may wait for the GPU to be idle, and with it for a kernel that waits for this very rank. An allocation in order of a
   // stream that does nothing else does not, and is out of the way of a capture.
   transport::device::CurrentDevice current(device_);
-  void* data = nullptr;
-  check(cudaMallocAsync(&data, size, stream_), "cudaMallocAsync of " + std::to_string(size) + " bytes for a result");
-  check(cudaStreamSynchronize(stream_), "cudaMallocAsync");
-  all_.push_back(static_cast<std::byte*>(data));
-  return {static_cast<std::byte*>(data), size, stream, capture};
+  const auto held = transport::device::hold_side_streams();
+  std::byte* const data = pool_->allocate(size, stream_, "allocating " + std::to_string(size) + " bytes for a result");
+  check(cudaStreamSynchronize(stream_), "allocating memory for a result");
+  all_.push_back(data);
+  return {data, size, stream, capture};
 }
 
 bool Memory::keeps(const void* address) const {

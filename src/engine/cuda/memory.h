@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "engine/cpu/block_pool.h"
+#include "transport/device/resources.h"
 #include "turnout/buffer.h"
 
 namespace turnout::engine::cuda {
@@ -38,10 +39,14 @@ class OnlyStream {
   bool seen_ = false, shared_ = false;
 };
 
-/// Ranges of addresses with the streams that may still be using them.
+/// Ranges of addresses with the streams that may still be using them. Called by threads with any device current: results are given back
+/// wherever their last owner lets them go.
 class Fences {
  public:
+  explicit Fences(int device) : device_(device) {}
   ~Fences();
+  Fences(const Fences&) = delete;
+  Fences& operator=(const Fences&) = delete;
   /// What was issued on `stream` so far may use [begin, begin + num_bytes).
   void add(size_t begin, size_t num_bytes, cudaStream_t stream);
   /// The same while the stream is being captured, when it can record nothing: who wants the range records it.
@@ -58,6 +63,7 @@ class Fences {
     cudaEvent_t event;
   };
   cudaEvent_t take_event();
+  const int device_;
   std::vector<Fence> fences_;
   std::vector<cudaEvent_t> spare_;
 };
@@ -71,7 +77,7 @@ struct Lease {
 /// The receive region.
 class Region {
  public:
-  Region(size_t begin, size_t num_bytes) : pool_(begin, num_bytes) {}
+  Region(int device, size_t begin, size_t num_bytes) : pool_(begin, num_bytes), fences_(device) {}
   std::optional<Lease> take(size_t num_bytes, cudaStream_t stream);
   void give_back(const Lease& lease) noexcept;
   bool is_taken(size_t offset) const;
@@ -95,7 +101,9 @@ class Region {
 /// Device memory that is not symmetric.
 class Memory {
  public:
-  Memory(int device, Allocator* allocator, cudaStream_t stream) : device_(device), allocator_(allocator), stream_(stream) {}
+  /// `alone`: no other rank of this process uses the GPU.
+  Memory(int device, Allocator* allocator, cudaStream_t stream, std::shared_ptr<transport::device::MemoryPool> pool, bool alone)
+      : device_(device), allocator_(allocator), stream_(stream), pool_(std::move(pool)), alone_(alone), fences_(device) {}
   ~Memory();
   struct Piece {
     std::byte* data = nullptr;
@@ -112,7 +120,12 @@ class Memory {
  private:
   int device_;
   Allocator* allocator_;
+  void note_user(cudaStream_t stream);
+  void finish();
   cudaStream_t stream_;  ///< of allocations; nothing that waits is ever on it
+  std::shared_ptr<transport::device::MemoryPool> pool_;
+  const bool alone_;
+  std::vector<cudaStream_t> users_;  ///< streams that memory was taken for
   mutable std::mutex mutex_;
   Fences fences_;
   OnlyStream only_;

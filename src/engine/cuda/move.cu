@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kThreads, 1) move_kernel(const __grid_constant
   const int local = a.num_local;
   for (int s = static_cast<int>(threadIdx.x); s <= c.team.num_ranks; s += kThreads) begins[s] = a.routing.recv_begin[s];
   bool good = __syncthreads_and(!is_over(c, call) && !(a.cached && is_broken(a.routing)));
-  if (good) good = gather_offers(c, call, offers);
+  if (good) good = gather_offers(c, call, offers, false);
   const int first = static_cast<int>(blockIdx.x) * num_warps() + warp_id(), step = static_cast<int>(gridDim.x) * num_warps();
   if (kSend && good) {
     // Where this rank's rows begin in the blocks of this round.
@@ -178,6 +178,7 @@ cudaError_t prepare_move() {
                              reinterpret_cast<const void*>(move_kernel<false, true>)}) {
     if (const cudaError_t bad = cudaFuncGetAttributes(&unused, kernel)) return bad;
   }
+  if (const cudaError_t bad = prepare_quantize_ahead()) return bad;
   return prepare_move_bulk();
 }
 

@@ -40,7 +40,7 @@ class PendingCall : public DevicePending {
   DispatchArgs dispatch{};
   CombineArgs combine{};
   std::shared_ptr<const RoutingMemory> routing;
-  std::shared_ptr<Hold> block, result, counters;
+  std::shared_ptr<Hold> block, result, counters, fp8;
 };
 
 }  // namespace turnout::engine::cuda

@@ -72,13 +72,7 @@ void Engine::issue_rounds(PendingCall& call, int move_blocks) {
   for (; lane.rounds_issued < lane.rounds; ++lane.rounds_issued) {
     a.round = static_cast<int>(lane.rounds_issued);
     a.common.last_of_send = false;
-    HelloArgs hello;
-    hello.common = a.common;
-    hello.block = a.block;
-    hello.block_rows = a.block_rows;
-    hello.channels = offered_channels(a);
-    hello.round = a.round;
-    check(launch_hello(hello, call.stream), "hello kernel");
+    check(launch_hello(hello_of(a), call.stream), "hello kernel");
     a.common.last_of_send = true;
     check(launch_move(a, true, true, a.move_blocks, call.stream), "move kernel");
     ++lane.num_sends;

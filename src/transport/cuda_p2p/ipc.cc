@@ -109,7 +109,7 @@ class IpcWindow final : public WindowBase {
     const size_t size = round_up(std::max(num_bytes_, probe_bytes(static_cast<int>(gpus_.size()))));
     own_ = std::make_shared<Malloc>(mine().device, size);
     addresses_[static_cast<size_t>(rank_)] = own_->address();
-    clear(own_->address(), size);
+    clear(mine().device, own_->address(), size);
     std::string words = memories().publish(own_) + " ";
     if (has_strangers()) {
       cudaIpcMemHandle_t handle{};

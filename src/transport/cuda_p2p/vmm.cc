@@ -161,7 +161,7 @@ class VmmWindow final : public WindowBase {
     const CurrentDevice current(mine().device);
     range(static_cast<size_t>(rank_)).attach(Allocation::make(mine().device, mapped_bytes_, has_strangers()), devices_of_this_process());
     const auto& own = ranges_[static_cast<size_t>(rank_)];
-    clear(own->address(), mapped_bytes_);
+    clear(mine().device, own->address(), mapped_bytes_);
     std::string words = ranges().publish(own);
     if (has_strangers()) {
       Descriptor shared = own->allocation().share();

@@ -4,6 +4,7 @@
 #include <map>
 #include <mutex>
 
+#include "transport/device/resources.h"
 #include "turnout/error.h"
 
 namespace turnout::transport::device {
@@ -100,14 +101,11 @@ CurrentDevice::~CurrentDevice() {
   driver().ctx_pop_current(&ours);
 }
 
-Stream::Stream() { check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "making a stream"); }
-Stream::~Stream() { (void)cudaStreamDestroy(stream_); }
-void Stream::finish(std::string_view what) const { check(cudaStreamSynchronize(stream_), what); }
-
-void clear(std::byte* data, size_t num_bytes) {
-  const Stream stream;
-  check(cudaMemsetAsync(data, 0, num_bytes, stream.get()), "clearing memory");
-  stream.finish("clearing memory");
+void clear(int device, std::byte* data, size_t num_bytes) {
+  const cudaStream_t stream = side_stream(device);
+  const auto held = hold_side_streams();
+  check(cudaMemsetAsync(data, 0, num_bytes, stream), "clearing memory");
+  check(cudaStreamSynchronize(stream), "clearing memory");
 }
 
 }  // namespace turnout::transport::device

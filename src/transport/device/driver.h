@@ -49,22 +49,7 @@ class CurrentDevice {
   cudaStreamCaptureMode capture_mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-/// A stream that waits for no other. Belongs to the device that was current when it was made.
-class Stream {
- public:
-  Stream();
-  ~Stream();
-  Stream(const Stream&) = delete;
-  Stream& operator=(const Stream&) = delete;
-  cudaStream_t get() const { return stream_; }
-  /// Throws: TransportError with `what` if the work on it failed.
-  void finish(std::string_view what) const;
-
- private:
-  cudaStream_t stream_ = nullptr;
-};
-
-/// Sets device memory to zero and waits for it.
-void clear(std::byte* data, size_t num_bytes);
+/// Sets memory of `device` to zero and waits for it.
+void clear(int device, std::byte* data, size_t num_bytes);
 
 }  // namespace turnout::transport::device

@@ -170,18 +170,22 @@ bool has_code(const std::string& built, int major, int minor) {
   return false;
 }
 
+std::string code_reason(const std::string& built, int device, int major, int minor) {
+  if (has_code(built, major, minor)) return "";
+  const std::string number = std::to_string(major) + std::to_string(minor);
+  return "device " + std::to_string(device) + " is sm_" + number + ", but this library has code for " + built +
+         " only: build with -DCMAKE_CUDA_ARCHITECTURES=" + number + " (or TORCH_CUDA_ARCH_LIST=" + std::to_string(major) + "." +
+         std::to_string(minor) + ")";
+}
+
 std::string device_reason(int device) {
   if (std::string none = reason(); !none.empty()) return none;
   const int count = num_devices();
   if (device < 0 || device >= count) {
     return "there is no CUDA device " + std::to_string(device) + ": this process sees " + std::to_string(count) + ", from 0";
   }
-  const int major = attribute(cudaDevAttrComputeCapabilityMajor, device), minor = attribute(cudaDevAttrComputeCapabilityMinor, device);
-  if (has_code(TURNOUT_CUDA_ARCHITECTURES, major, minor)) return "";
-  const std::string number = std::to_string(major) + std::to_string(minor);
-  return "device " + std::to_string(device) + " is sm_" + number +
-         ", but this library has code for " TURNOUT_CUDA_ARCHITECTURES " only: build with -DCMAKE_CUDA_ARCHITECTURES=" + number +
-         " (or TORCH_CUDA_ARCH_LIST=" + std::to_string(major) + "." + std::to_string(minor) + ")";
+  return code_reason(TURNOUT_CUDA_ARCHITECTURES, device, attribute(cudaDevAttrComputeCapabilityMajor, device),
+                     attribute(cudaDevAttrComputeCapabilityMinor, device));
 }
 
 std::string peer_reason(const std::vector<RankGpu>& gpus, int rank, int peer) {

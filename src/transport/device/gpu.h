@@ -36,6 +36,8 @@ int num_sms(int device);
 std::string device_reason(int device);
 /// Whether code built for `built` ("80-real 90a-real 100") runs on a GPU of compute capability major.minor.
 bool has_code(const std::string& built, int major, int minor);
+/// What to do where it does not; empty if it does.
+std::string code_reason(const std::string& built, int device, int major, int minor);
 
 /// Why the GPU of `rank` cannot load and store memory of the GPU of `peer`, both seen from the process of `rank`; empty if it can,
 /// or if this process does not see the other GPU and only trying tells.

@@ -1,11 +1,16 @@
-// Memory comes from the pool of the stream: cudaMalloc may wait for kernels of other virtual ranks, which may wait for this one.
+// Memory comes in order of the stream, out of one pool for all of them: cudaMalloc may wait for kernels of other virtual ranks, which may
+// wait for this one. So may a copy from or to pageable memory that has to wait for its turn in the stream, since the driver copies by
+// way of pinned memory of its own, of which there is little: it is issued when the stream has got there.
 #include "transport/device/stream.h"
 
 #include <algorithm>
+#include <map>
+#include <mutex>
 #include <set>
 #include <vector>
 
 #include "transport/device/driver.h"
+#include "transport/device/resources.h"
 #include "turnout/error.h"
 
 namespace turnout::transport::device {
@@ -60,17 +65,22 @@ class Graph final : public DeviceGraph {
   std::unique_ptr<CUgraphExec_st, cudaError_t (*)(cudaGraphExec_t)> exec_;
 };
 
+/// Of all streams of this process on a device; never destroyed, as streams may live until the process ends.
+MemoryPool& pool_of(int device) {
+  static std::mutex mutex;
+  static auto* const pools = new std::map<int, MemoryPool>;  // NOLINT(cppcoreguidelines-owning-memory)
+  const std::lock_guard lock(mutex);
+  return pools->try_emplace(device, device).first->second;
+}
+
 class StreamOfGpu final : public DeviceStream {
  public:
-  explicit StreamOfGpu(int device) : device_(device) {
-    const CurrentDevice current(device_);
-    check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "making a stream");
-  }
+  explicit StreamOfGpu(int device) : device_(device), owner_(borrow_stream(device)), stream_(owner_.get()), pool_(pool_of(device)) {}
   ~StreamOfGpu() override {
     try {
       const CurrentDevice current(device_);
-      for (std::byte* data : memory_) (void)cudaFreeAsync(data, stream_);
-      (void)cudaStreamDestroy(stream_);
+      for (std::byte* data : memory_) pool_.free(data, stream_);
+      owner_.reset();
     } catch (const TransportError&) {
       // The context is gone, and all of this with it.
     }
@@ -82,14 +92,12 @@ class StreamOfGpu final : public DeviceStream {
   void* native() const override { return stream_; }
   std::byte* allocate(size_t num_bytes) override {
     const CurrentDevice current(device_);
-    void* data = nullptr;
-    check(cudaMallocAsync(&data, std::max<size_t>(num_bytes, 1), stream_), "allocating " + std::to_string(num_bytes) + " bytes");
-    return *memory_.insert(static_cast<std::byte*>(data)).first;
+    return *memory_.insert(pool_.allocate(std::max<size_t>(num_bytes, 1), stream_, "allocating " + std::to_string(num_bytes) + " bytes")).first;
   }
   void deallocate(std::byte* data) override {
     const CurrentDevice current(device_);
     memory_.erase(data);
-    check(cudaFreeAsync(data, stream_), "freeing memory");
+    pool_.free(data, stream_);
   }
   void upload(void* to, const void* from, size_t num_bytes) override { copy(to, from, num_bytes, cudaMemcpyHostToDevice, "uploading"); }
   void download(void* to, const void* from, size_t num_bytes) override { copy(to, from, num_bytes, cudaMemcpyDeviceToHost, "downloading"); }
@@ -129,12 +137,15 @@ class StreamOfGpu final : public DeviceStream {
     if (num_bytes == 0) return;
     const CurrentDevice current(device_);
     const std::string words = std::string(what) + " " + std::to_string(num_bytes) + " bytes";
+    check(cudaStreamSynchronize(stream_), words);
     check(cudaMemcpyAsync(to, from, num_bytes, kind, stream_), words);
     check(cudaStreamSynchronize(stream_), words);
   }
 
   int device_;
-  cudaStream_t stream_ = nullptr;
+  std::shared_ptr<CUstream_st> owner_;
+  cudaStream_t stream_;
+  MemoryPool& pool_;
   std::set<std::byte*> memory_;
 };
 

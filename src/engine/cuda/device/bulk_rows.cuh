@@ -1,7 +1,6 @@
 // Rows on their way through shared memory.
 #pragma once
 #include "engine/cuda/args.h"
-#include "engine/cuda/device/quantize.cuh"
 #include "engine/cuda/device/rows.cuh"
 #include "engine/cuda/specialize.h"
 
@@ -23,7 +22,7 @@ __device__ __forceinline__ void bulk_wait_read_at_most(int n) {
 /// Copies 16-byte words from global to shared memory by ordinary loads: a bulk load would need a fence that waits for all bulk stores
 /// of the SM, because an ordinary load has seen the signal. The whole warp calls it. Its own function: copies of it inside each other's
 /// loops take more registers than there are.
-__device__ __noinline__ void fetch(std::byte* to, const std::byte* from, int bytes) {
+__device__ __noinline__ inline void fetch(std::byte* to, const std::byte* from, int bytes) {
   constexpr int kEach = 8;
   const int words = bytes / 16;
 #pragma unroll 1
@@ -65,23 +64,6 @@ __device__ __forceinline__ void fetch_arrived(const DispatchArgs& a, const MoveS
   for (; s < a.num_side; ++s) fetch(stage + p.side_at[s], block + p.block_side[s] + row * a.side[s].bytes, a.side[s].bytes);
 }
 
-/// A row of x, quantised if asked, with its side arrays.
-__device__ __forceinline__ void fetch_token(const DispatchArgs& a, const MoveShape& p, int64_t token, std::byte* stage) {
-  const std::byte* x = a.x + token * a.x_stride;
-  int s = 0;
-  if (a.quantize == Quantize::none) {
-    const bool side = a.num_side > 0;
-    fetch_both(stage, x, static_cast<int>(a.x_bytes), stage + p.side_at[0], side ? a.side[0].src + token * a.side[0].src_stride : nullptr,
-               side ? a.side[0].bytes : 0);
-    s = side;
-  } else if (a.dtype == DType::bf16) {
-    quantize_to_shared<true>(x, static_cast<int>(a.hidden), a.quantize, stage, stage + p.scales_at);
-  } else {
-    quantize_to_shared<false>(x, static_cast<int>(a.hidden), a.quantize, stage, stage + p.scales_at);
-  }
-#pragma unroll 1
-  for (; s < a.num_side; ++s) fetch(stage + p.side_at[s], a.side[s].src + token * a.side[s].src_stride, a.side[s].bytes);
-}
 #endif
 
 }  // namespace turnout::engine::cuda

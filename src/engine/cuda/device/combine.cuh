@@ -24,7 +24,8 @@ __device__ inline bool start_call(const CombineArgs& a, Call call, int role, Off
       send_offer(c, call, d, a.block, a.block_rows, 0);
     good = receive_headers(c, call, HeaderInts::kRows, facts, [](int, int, uint32_t) {});
   }
-  return __syncthreads_and(good) && (role == 0 || headers_agree(c, call)) && gather_offers(c, call, offers);
+  // Through the host the offers are noted only once the headers agree.
+  return __syncthreads_and(good) && (role == 0 || c.through_host || headers_agree(c, call)) && gather_offers(c, call, offers, role == 0);
 }
 
 /// What a failed call leaves: NaN, or 0 for scalars. `first` and `step` count warps.

@@ -11,11 +11,12 @@ struct FactWords {
   uint32_t words[kNum];
 };
 
-/// One thread fills it; the block must synchronise before others read.
-__device__ inline void fill_facts(const Common& c, uint32_t epoch, bool refused, int64_t num_tokens, FactWords* out, uint32_t room = 0) {
+/// One thread fills it; the block must synchronise before others read. `hash_of_experts`: if it has been asked for already.
+__device__ inline void fill_facts(const Common& c, uint32_t epoch, bool refused, int64_t num_tokens, FactWords* out, uint32_t room = 0,
+                                  int64_t hash_of_experts = 0) {
   CallFacts facts = c.facts;
   facts.epoch = epoch;
-  if (c.experts && facts.generation == 0) facts.generation = c.experts->hash;
+  if (c.experts && facts.generation == 0) facts.generation = hash_of_experts ? hash_of_experts : c.experts->hash;
   const auto* values = reinterpret_cast<const int64_t*>(&facts);
   static_assert(sizeof(CallFacts) == HeaderInts::kNumFacts * 8, "the header carries all facts");
   uint64_t hash = 14695981039346656037ull;
@@ -115,12 +116,54 @@ __device__ inline bool headers_agree(const Common& c, Call call) {
   return __syncthreads_and(good);
 }
 
+struct FirstWords {
+  uint32_t of[kMaxRanks][3];
+};
+/// For blocks that do not receive the headers themselves and cannot wait until the block that does has made its tables. Threads
+/// [0, count) read what all ranks send each other: begin[d] grows by where this rank's rows begin at rank d, from[s] becomes what rank s
+/// sends here. The block must synchronise before it reads them, and then ask all_agree(). Where the arena is memory of the host, looks
+/// are traffic: not for that.
+__device__ inline bool read_begins(const Common& c, Call call, int thread, int count, int32_t* begin, int32_t* from, FirstWords* told) {
+  constexpr int kFirst = HeaderInts::kRows / kWordPayload;
+  const int num_ranks = c.team.num_ranks, me = c.team.rank, words = (HeaderInts::kRows + num_ranks - 1) / kWordPayload - kFirst + 2;
+  bool good = true;
+  for (int i = thread; good && i < words * num_ranks; i += count) {
+    const int source = i / words, w = i % words == 0 ? 0 : kFirst + i % words - 1;
+    uint4 word;
+    good = wait_word(c, Phase::local_blocks, me, call.epoch, false, header_from(c, call, source) + w, &word);
+    const uint32_t p[kWordPayload] = {word.x, word.y, word.z};
+#pragma unroll
+    for (int j = 0; j < kWordPayload; ++j) {
+      const int d = w * kWordPayload + j - HeaderInts::kRows;
+      if (w == 0) told->of[source][j] = p[j];
+      if (d < 0 || d >= num_ranks) continue;
+      if (d == me) from[source] = static_cast<int32_t>(p[j]);
+      if (source < me) atomicAdd(&begin[d], static_cast<int32_t>(p[j]));
+    }
+  }
+  return good;
+}
+/// As headers_agree(), of what has been read.
+__device__ __forceinline__ bool all_agree(const Common& c, const FirstWords& told) {
+  bool good = true;
+  for (int s = 0; s < c.team.num_ranks; ++s) {
+    good = good && told.of[s][0] == told.of[c.team.rank][0] && told.of[s][1] == told.of[c.team.rank][1] && told.of[s][2] == 0;
+  }
+  return good;
+}
+
 __device__ __forceinline__ void send_offer(const Common& c, Call call, int rank, size_t block, int64_t rows, uint32_t channels) {
   auto* to = reinterpret_cast<uint4*>(c.team.base[rank] + c.arena.offer_at(c.lane, call.copy, c.team.rank));
   store_word(to, uint4{static_cast<uint32_t>(block / 128), static_cast<uint32_t>(rows), channels, call.epoch});
 }
-__device__ __forceinline__ bool wait_offer(const Common& c, Call call, int rank, Offer* offer, Phase phase = Phase::offer) {
+/// Through the host: where a block of this rank has noted the offer of `rank`, in this GPU's memory.
+__device__ __forceinline__ uint4* noted_offer(const Common& c, Call call, int rank) {
+  return reinterpret_cast<uint4*>(c.offers) + call.copy * c.team.num_ranks + rank;
+}
+/// `first`: the caller may look where peers write. Through the host only one block of a call may, and the others see what it has noted.
+__device__ __forceinline__ bool wait_offer(const Common& c, Call call, int rank, Offer* offer, Phase phase = Phase::offer, bool first = false) {
   const auto* from = reinterpret_cast<const uint4*>(c.team.base[c.team.rank] + c.arena.offer_at(c.lane, call.copy, rank));
+  if (c.through_host && !first) from = noted_offer(c, call, rank), phase = Phase::local_blocks;
   uint4 w{};
   const bool came = wait_word(c, phase, rank, call.epoch, false, from, &w);
   *offer = {w.x, w.y, w.z};
@@ -132,13 +175,17 @@ __device__ __forceinline__ bool wait_offer(const Common& c, Call call, int rank,
     fail_call(c, r);
     return false;
   }
+  if (came && c.through_host && first) store_word(noted_offer(c, call, rank), w);
   return came;
 }
-/// Every rank's offer. The whole block calls it; false: given up.
-__device__ inline bool gather_offers(const Common& c, Call call, Offer* offers) {
+/// Every rank's offer. The whole block calls it; false: given up. `offers`: null if they only have to be noted.
+__device__ inline bool gather_offers(const Common& c, Call call, Offer* offers, bool first) {
   bool good = true;
-  for (int d = static_cast<int>(threadIdx.x); good && d < c.team.num_ranks; d += static_cast<int>(blockDim.x))
-    good = wait_offer(c, call, d, &offers[d]);
+  for (int d = static_cast<int>(threadIdx.x); good && d < c.team.num_ranks; d += static_cast<int>(blockDim.x)) {
+    Offer offer;
+    good = wait_offer(c, call, d, &offer, Phase::offer, first);
+    if (offers) offers[d] = offer;
+  }
   return __syncthreads_and(good);
 }
 __device__ __forceinline__ std::byte* offered_block(const Common& c, int rank, const Offer& offer) {

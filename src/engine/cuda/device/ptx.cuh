@@ -41,6 +41,12 @@ __device__ __forceinline__ uint64_t clock_ns() {
   return t;
 }
 
+/// Four bytes to shared memory while the thread goes on; copies_done(), then the block must synchronise before others read them.
+__device__ __forceinline__ void copy_async(int32_t* shared, const int32_t* global) {
+  asm volatile("cp.async.ca.shared.global [%0],[%1],4;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))), "l"(global) : "memory");
+}
+__device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 /// A 16-byte word that carries twelve bytes and the epoch. On sm_90 and newer one access of type b128 is single-copy atomic by
 /// the memory model, so a word that shows the epoch shows its payload too: neither fence nor signal.
 /// On sm_80 the vector access is one transaction of an aligned 16-byte word; tests/cuda has the litmus test that this rests on.
@@ -120,6 +126,9 @@ __device__ __forceinline__ void store_stream(uint4* p, uint4 v) {
   asm volatile("st.global.L1::no_allocate.v4.u32 [%0],{%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
+/// Of `threads` threads of a block, which are whole warps; no other barrier of the kernel has the number.
+__device__ __forceinline__ void sync_some(int number, int threads) { asm volatile("bar.sync %0,%1;" ::"r"(number), "r"(threads) : "memory"); }
+
 /// Kernels of one call follow each other closely (launch.h): the next may start once every block has said so; wait_for_previous
 /// returns when the kernel before has ended and what it wrote can be read.
 __device__ __forceinline__ void let_next_start() {
@@ -154,6 +163,15 @@ __device__ __forceinline__ bool barrier_try(uint64_t* b, uint32_t parity) {
                : "memory");
   return done != 0;
 }
+/// The same without any wait.
+__device__ __forceinline__ bool barrier_test(uint64_t* b, uint32_t parity) {
+  uint32_t done;
+  asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p,[%1],%2; selp.u32 %0,1,0,p;}"
+               : "=r"(done)
+               : "r"(shared_address(b)), "r"(parity)
+               : "memory");
+  return done != 0;
+}
 /// For copies of this GPU's own making only, which always complete: never for what a peer must do.
 __device__ __forceinline__ void barrier_wait(uint64_t* b, uint32_t parity) {
   while (!barrier_try(b, parity)) {
@@ -172,6 +190,17 @@ __device__ __forceinline__ uint64_t evict_first_policy() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0,1.0;" : "=l"(policy));
   return policy;
+}
+/// load_stream_if of such lines.
+__device__ __forceinline__ uint4 load_once_if(bool wanted, const uint4* p, uint64_t policy) {
+  uint4 v;
+  asm volatile(
+      "{.reg .pred q; setp.ne.u32 q,%5,0; mov.u32 %0,0; mov.u32 %1,0; mov.u32 %2,0; mov.u32 %3,0;"
+      " @q ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3},[%4],%6;}"
+      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+      : "l"(p), "r"(static_cast<uint32_t>(wanted)), "l"(policy)
+      : "memory");
+  return v;
 }
 __device__ __forceinline__ void bulk_store(void* global, const void* shared, uint32_t bytes, uint64_t policy) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0],[%1],%2,%3;" ::"l"(global), "r"(shared_address(shared)), "r"(bytes),

@@ -41,48 +41,39 @@ __device__ __forceinline__ uint32_t quantize_pair(uint32_t word, float inverse) 
 
 }  // namespace detail
 
-/// `hidden`: a multiple of 128; x: 16-byte aligned. q and scales lie in shared memory. The whole warp calls it.
+/// 128 words of a row from word `w0` on, of which each lane has four: zeros behind the end. The whole warp calls it.
 template <bool kBf16>
-__device__ __forceinline__ void quantize_to_shared(const std::byte* x, int hidden, Quantize how, std::byte* q, std::byte* scales) {
-  const int words = hidden / 8, lane = lane_id();
-#pragma unroll 1
-  for (int w0 = 0; w0 < words; w0 += 128) {
-    uint4 v[4];
-    uint32_t amax[4];
+__device__ __forceinline__ void quantize_words(const uint4* v, int w0, int words, Quantize how, std::byte* q, std::byte* scales) {
+  const int lane = lane_id();
+  uint32_t amax[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int w = w0 + j * 32 + lane;
-      v[j] = w < words ? load_stream(reinterpret_cast<const uint4*>(x) + w) : uint4{};
-    }
+  for (int j = 0; j < 4; ++j) amax[j] = detail::finite_amax<kBf16>(v[j]);
+  // Four blocks at once over the 16 lanes that hold them: at each step a lane keeps half of what it has; in the end block lane % 4.
+  const bool odd = lane & 1, second = lane & 2;
+  const uint32_t a = max(odd ? amax[1] : amax[0], __shfl_xor_sync(kFull, odd ? amax[0] : amax[1], 1));
+  const uint32_t b = max(odd ? amax[3] : amax[2], __shfl_xor_sync(kFull, odd ? amax[2] : amax[3], 1));
+  uint32_t mine = max(second ? b : a, __shfl_xor_sync(kFull, second ? a : b, 2));
+  mine = max(mine, __shfl_xor_sync(kFull, mine, 4));
+  mine = max(mine, __shfl_xor_sync(kFull, mine, 8));
+  float scale = core::scale_of(detail::widen_half<kBf16>(mine));
+  uint8_t exponent = 0;
+  if (how == Quantize::fp8_e4m3_ue8m0) {
+    exponent = core::float_to_ue8m0_up(scale);
+    scale = core::ue8m0_to_float(exponent);
+  }
+  const float inverse = 1.0f / scale;
+  const int block = (w0 + lane % 4 * 32 + lane / 16 * 16) / 16;
+  if (lane % 16 < 4 && block < (words + 15) / 16) {
+    if (how == Quantize::fp8_e4m3) reinterpret_cast<float*>(scales)[block] = scale;
+    else scales[block] = static_cast<std::byte>(exponent);
+  }
 #pragma unroll
-    for (int j = 0; j < 4; ++j) amax[j] = detail::finite_amax<kBf16>(v[j]);
-    // Four blocks at once over the 16 lanes that hold them: at each step a lane keeps half of what it has; in the end block lane % 4.
-    const bool odd = lane & 1, second = lane & 2;
-    const uint32_t a = max(odd ? amax[1] : amax[0], __shfl_xor_sync(kFull, odd ? amax[0] : amax[1], 1));
-    const uint32_t b = max(odd ? amax[3] : amax[2], __shfl_xor_sync(kFull, odd ? amax[2] : amax[3], 1));
-    uint32_t mine = max(second ? b : a, __shfl_xor_sync(kFull, second ? a : b, 2));
-    mine = max(mine, __shfl_xor_sync(kFull, mine, 4));
-    mine = max(mine, __shfl_xor_sync(kFull, mine, 8));
-    float scale = core::scale_of(detail::widen_half<kBf16>(mine));
-    uint8_t exponent = 0;
-    if (how == Quantize::fp8_e4m3_ue8m0) {
-      exponent = core::float_to_ue8m0_up(scale);
-      scale = core::ue8m0_to_float(exponent);
-    }
-    const float inverse = 1.0f / scale;
-    const int block = (w0 + lane % 4 * 32 + lane / 16 * 16) / 16;
-    if (lane % 16 < 4 && block < words / 16) {
-      if (how == Quantize::fp8_e4m3) reinterpret_cast<float*>(scales)[block] = scale;
-      else scales[block] = static_cast<std::byte>(exponent);
-    }
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float by = __shfl_sync(kFull, inverse, lane / 16 * 16 + j);
-      const int w = w0 + j * 32 + lane;
-      if (w >= words) continue;
-      reinterpret_cast<uint2*>(q)[w] = uint2{detail::quantize_pair<kBf16>(v[j].x, by) | detail::quantize_pair<kBf16>(v[j].y, by) << 16,
-                                             detail::quantize_pair<kBf16>(v[j].z, by) | detail::quantize_pair<kBf16>(v[j].w, by) << 16};
-    }
+  for (int j = 0; j < 4; ++j) {
+    const float by = __shfl_sync(kFull, inverse, lane / 16 * 16 + j);
+    const int w = w0 + j * 32 + lane;
+    if (w >= words) continue;
+    reinterpret_cast<uint2*>(q)[w] = uint2{detail::quantize_pair<kBf16>(v[j].x, by) | detail::quantize_pair<kBf16>(v[j].y, by) << 16,
+                                           detail::quantize_pair<kBf16>(v[j].z, by) | detail::quantize_pair<kBf16>(v[j].w, by) << 16};
   }
 }
 #endif

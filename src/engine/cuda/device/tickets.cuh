@@ -11,8 +11,9 @@ namespace turnout::engine::cuda {
 class Tickets {
  public:
   __device__ Tickets() {}
-  /// Of `total` items, for `workers` that take runs of `most` or fewer.
-  __device__ Tickets(uint32_t* counter, int total, int workers, int most) : counter_(counter), total_(total), shares_(4 * workers), most_(most) {
+  /// Of `total` items, for `workers` that take runs of `most` or fewer, and of `least` or more while there are some.
+  __device__ Tickets(uint32_t* counter, int total, int workers, int most, int least = 1)
+      : counter_(counter), total_(total), shares_(4 * workers), most_(most), least_(least) {
     if (lane_id() != 0) return;
     ask();
     next_run();
@@ -32,7 +33,7 @@ class Tickets {
 
  private:
   __device__ void ask() {
-    next_size_ = max(1, min(most_, (total_ - current_) / shares_));
+    next_size_ = max(least_, min(most_, (total_ - current_) / shares_));
     next_ = static_cast<int>(atomicAdd(counter_, static_cast<uint32_t>(next_size_)));
   }
   /// Nothing looks at what the atomic gives until the run is needed: no thread waits for it before.
@@ -42,7 +43,7 @@ class Tickets {
     if (current_ < total_) ask();
   }
   uint32_t* counter_ = nullptr;
-  int total_ = 0, shares_ = 1, most_ = 1, current_ = 0, end_ = 0, next_ = 0, next_size_ = 0;
+  int total_ = 0, shares_ = 1, most_ = 1, least_ = 1, current_ = 0, end_ = 0, next_ = 0, next_size_ = 0;
 };
 
 }  // namespace turnout::engine::cuda

@@ -3,15 +3,22 @@
 #pragma once
 #include "engine/cuda/args.h"
 #include "engine/cuda/device/ptx.cuh"
+#include "engine/cuda/host_link.h"
 
 namespace turnout::engine::cuda {
 
 /// The arena's status word: written by any rank that gives up; the Buffer is aborted while it is above control->generation.
 __device__ __forceinline__ uint64_t* status_of(const Common& c, int rank) { return reinterpret_cast<uint64_t*>(c.team.base[rank] + c.arena.status); }
 
-__device__ __forceinline__ bool is_aborted(const Common& c) {
-  const uint64_t generation = c.control->generation, status = load_relaxed(status_of(c, c.team.rank));
+/// Through the host reads of one line take turns of a microsecond, so thousands of threads do not look at it: whoever waits for a peer does,
+/// now and then (`looks`), all others look at what has been seen.
+__device__ __forceinline__ void note_status(const Common& c, uint64_t status) { *reinterpret_cast<volatile uint64_t*>(&c.control->status) = status; }
+__device__ __forceinline__ bool is_aborted(const Common& c, bool looks = false) {
+  const uint64_t generation = c.control->generation;
+  if (c.through_host && !looks) return *reinterpret_cast<const volatile uint64_t*>(&c.control->status) > generation;
+  const uint64_t status = load_relaxed(status_of(c, c.team.rank));
   if (status <= generation) return false;
+  note_status(c, status);
   *reinterpret_cast<volatile uint64_t*>(&c.host->status) = status;  // the host sees only its own words
   return true;
 }
@@ -60,6 +67,7 @@ __device__ inline void give_up(const Common& c, const DeviceRecord& why) {
     store_release(status_of(c, r), next);
   }
   __threadfence_system();
+  note_status(c, next);
   *reinterpret_cast<volatile uint64_t*>(&c.host->status) = next;
 }
 
@@ -147,6 +155,7 @@ __device__ __forceinline__ bool wait_until(const Common& c, Phase phase, int pee
   uint32_t lost = 0;
   bool over = false;
   for (uint32_t i = 1;; ++i) {
+    if (c.through_host && phase != Phase::local_blocks) __nanosleep(kHostPollNs);  // looks take their part of the link
     if (ready()) return true;
     if (over) {  // a peer that has done its part may be gone before this block gets to look again
       DeviceRecord r{};
@@ -166,8 +175,10 @@ __device__ __forceinline__ bool wait_until(const Common& c, Phase phase, int pee
     if (now < next_look) continue;
     next_look = now + 10'000;
     const bool looks = may_look(c, peer, now);
+    if (looks && c.through_host && is_aborted(c, true)) return false;
     if (looks && *reinterpret_cast<volatile uint64_t*>(&c.host->abort) > c.control->generation) {
       store_relaxed(status_of(c, c.team.rank), c.control->generation + 1);
+      note_status(c, c.control->generation + 1);
       *reinterpret_cast<volatile uint64_t*>(&c.host->status) = c.control->generation + 1;
       return false;
     }

@@ -3,9 +3,12 @@
 // ranks ascending. A thread owns a unit of 24 channels from the first load to the last store; nothing goes through shared memory.
 // A warp finds the terms of its row itself. The last warp has no units: it keeps the books (masks, scalars, num_lost).
 #include <algorithm>
+#include <atomic>
+#include <climits>
 
 #include "engine/cuda/device/chunk.cuh"
 #include "engine/cuda/kernels.h"
+#include "engine/cuda/launch.h"
 #include "engine/cuda/low_latency/format.h"
 #include "engine/cuda/low_latency/parts.cuh"
 
@@ -29,7 +32,7 @@ __device__ __forceinline__ bool is_clerk() { return warp_id() == num_warps() - 1
 
 /// The scalar of entry `k` of received row `n`, where there is one.
 template <int kHalves>
-__device__ __forceinline__ float scalar_of(const CombineArgs& a, const Terms<kHalves>& t, int n, int h) {
+__device__ __forceinline__ float scalar_of(const AnyCombine auto& a, const Terms<kHalves>& t, int n, int h) {
   const int k = h * 32 + lane_id();
   if (k >= a.num_topk || t.row[h] < 0) return 0.0f;
   return a.layout == Layout::rank_major ? a.side[static_cast<int64_t>(n) * a.num_topk + k] : a.side[t.row[h]];
@@ -37,8 +40,8 @@ __device__ __forceinline__ float scalar_of(const CombineArgs& a, const Terms<kHa
 
 /// The mask of a partial sum, and its scalars. One warp.
 template <int kHalves>
-__device__ __forceinline__ void send_books(const Work& w, const Terms<kHalves>& t, int n, uint4* to) {
-  const CombineArgs& a = w.a;
+__device__ __forceinline__ void send_books(const auto& w, const Terms<kHalves>& t, int n, uint4* to) {
+  const auto& a = w.a;
   if (lane_id() == 0) store_word(to + w.f.mask, uint4{static_cast<uint32_t>(t.mask), static_cast<uint32_t>(t.mask >> 32), 0, w.call.epoch});
   if (!a.has_side) return;
   float scalar[kHalves];
@@ -54,34 +57,8 @@ __device__ __forceinline__ void send_books(const Work& w, const Terms<kHalves>& 
   }
 }
 
-/// The rows of other ranks that worker `worker` owes a partial sum, one after the other: row `i` of `source`, which is row n here.
-struct Owed {
-  int source, first, at;  ///< rows of the sources before `source`
-
-  __device__ Owed(const Work& w, int worker) : source((w.a.common.team.rank + 1) % w.a.common.team.num_ranks), first(0), at(worker) {}
-  __device__ bool next(const Work& w, int* n, uint4** to) {
-    const Common& c = w.a.common;
-#pragma unroll 1
-    while (source != c.team.rank) {
-      // A source with more tokens than there is staging for refuses the call, but later than this.
-      const Arena& arena = c.arena;
-      const int room = static_cast<int>(arena.ll_tokens) * arena.ll_combine_copies - w.records[source];
-      const int rows = min(w.begins[source + 1] - w.begins[source], room), i = at - first;
-      if (i < rows) {
-        *n = w.begins[source] + i;
-        *to = reinterpret_cast<uint4*>(c.team.base[source] + c.arena.ll_combine_at(c.lane, w.call.copy, 0, w.records[source] + i));
-        at += num_workers();
-        return true;
-      }
-      first += rows;
-      source = (source + 1) % c.team.num_ranks;
-    }
-    return false;
-  }
-};
-
 template <DType kType>
-__device__ __forceinline__ void send_unit(const Work& w, uint4* to, int unit, const uint32_t* p) {
+__device__ __forceinline__ void send_unit(const auto& w, uint4* to, int unit, const uint32_t* p) {
   if (unit >= w.f.units) return;
 #pragma unroll
   for (int j = 0; j < kWords<kType>; ++j) store_word(to + j * w.f.units + unit, uint4{p[3 * j], p[3 * j + 1], p[3 * j + 2], w.call.epoch});
@@ -89,9 +66,10 @@ __device__ __forceinline__ void send_unit(const Work& w, uint4* to, int unit, co
 
 /// All that worker `worker` owes, by one warp: for a block that has not started. Slow, but it hardly ever happens.
 template <DType kType, bool kFast>
-__device__ __noinline__ void send_for(Work w, int worker) {
+__device__ __forceinline__ void send_for(const Work<CombineArgs>& w, int worker) {
   int n = 0;
   uint4* to = nullptr;
+#pragma unroll 1
   for (Owed owed(w, worker); owed.next(w, &n, &to);) {
     const Terms<kHalvesOf<kFast>> t = terms_of(w.a, n, ask_terms<kHalvesOf<kFast>>(w.a, n));
     send_books(w, t, n, to);
@@ -106,11 +84,23 @@ __device__ __noinline__ void send_for(Work w, int worker) {
   }
 }
 
+/// The work of all blocks that have not started, by the clerk.
+template <DType kType, bool kFast>
+__device__ __noinline__ void send_for_rest(Work<CombineArgs> w, FactWords* facts) {
+  const Common& c = w.a.common;
+#pragma unroll 1
+  for (int b = next_unstarted(c, w.call.epoch, 0, true); b >= 0; b = next_unstarted(c, w.call.epoch, b + 1, false)) {
+    if (!__any_sync(kFull, lane_id() == 0 && take_over(c, b, w.call.epoch))) continue;
+    if (b == 0) send_facts(c, w.call, false, facts);
+    if (worker_of(b) >= 0) send_for<kType, kFast>(w, worker_of(b));
+  }
+}
+
 /// Adds a unit of a token: `mine` (if `own`) and what comes back, ranks ascending. False for a thread that gave up.
 template <DType kType, bool kFast, int kHalves>
-__device__ __forceinline__ bool add_unit(const Work& w, int64_t token, const Parts<kHalves>& parts, uint64_t own, const Place& place, int unit,
+__device__ __forceinline__ bool add_unit(const auto& w, int64_t token, const Parts<kHalves>& parts, uint64_t own, const Place& place, int unit,
                                          const uint32_t* mine) {
-  const CombineArgs& a = w.a;
+  const auto& a = w.a;
   const int me = a.common.team.rank;
   const bool active = unit < w.f.units;
   uint32_t part[kPayload<kType>];
@@ -144,7 +134,7 @@ struct First {
   Terms<kHalves> own;
 };
 template <int kHalves>
-__device__ __forceinline__ First<kHalves> first_of(const Work& w, const Parts<kHalves>& asked) {
+__device__ __forceinline__ First<kHalves> first_of(const auto& w, const Parts<kHalves>& asked) {
   First<kHalves> f;
   f.parts = parts_of(w, asked);
   f.own_row = own_row_of(w, f.parts);
@@ -154,8 +144,8 @@ __device__ __forceinline__ First<kHalves> first_of(const Work& w, const Parts<kH
 
 /// What a warp of units does: partial sums for others, then its own tokens. One loop, so that the code of adding is there once.
 template <DType kType, bool kFast, int kHalves>
-__device__ __forceinline__ bool work_on_units(const Work& w, int worker, const Parts<kHalves>& parts, const Fetched& room) {
-  const CombineArgs& a = w.a;
+__device__ __forceinline__ bool work_on_units(const auto& w, int worker, const Parts<kHalves>& parts, const Fetched& room) {
+  const auto& a = w.a;
   const int fetching = min(num_warps() - 1, Fetched::kMost);
   Owed owed(w, worker);
   int64_t token = worker;
@@ -167,7 +157,14 @@ __device__ __forceinline__ bool work_on_units(const Work& w, int worker, const P
   Terms<kHalves> t = terms_of(a, n, asked);
   constexpr bool kFetch = kFetches<kType, kFast> && kHasBulk;
   const bool first_is_fetched = kFetch && sends && fetch(w, t, room, fetching);
-  const bool own_is_fetched = kFetch && token < a.num_tokens && fetch(w, terms_of(a, now.own_row, now.own), room.second(), fetching);
+  // The rows of the first token come behind those to send: the link waits for these.
+  const bool has_own = token < a.num_tokens;
+  bool own_is_asked = !first_is_fetched, own_is_fetched = false;
+  const auto ask_own = [&] {
+    if (kFetch && has_own) own_is_fetched = fetch(w, terms_of(a, now.own_row, now.own), room.second(), fetching);
+    own_is_asked = true;
+  };
+  if (own_is_asked) ask_own();
 #pragma unroll 1
   for (bool first = true;; first = false) {
     if (!first) {
@@ -184,9 +181,11 @@ __device__ __forceinline__ bool work_on_units(const Work& w, int worker, const P
       const Place place = place_of<kType>(a, unit, w.f.units, unit < w.f.units);
       uint32_t p[kPayload<kType>];
       if (t.mask) sum_terms<kType, kFast>(w, t, is_fetched, sends ? room : room.second(), place, p);
+      if (!own_is_asked) ask_own();
       if (sends) send_unit<kType>(w, to, unit, p);
       else if (!add_unit<kType, kFast>(w, token, now.parts, t.mask, place, unit, p)) return false;
     }
+    if (!own_is_asked) ask_own();  // a warp without a unit
     if (sends) continue;
     token += num_workers();
     now = first_of(w, ask_parts<kHalves>(a, token));
@@ -195,8 +194,8 @@ __device__ __forceinline__ bool work_on_units(const Work& w, int worker, const P
 
 /// The books of a token: what was lost of it, and its scalars. What the clerk does. False for a thread that gave up.
 template <int kHalves>
-__device__ __forceinline__ bool keep_books(const Work& w, int64_t token, const Parts<kHalves>& parts, int own_row, const Terms<kHalves>& asked) {
-  const CombineArgs& a = w.a;
+__device__ __forceinline__ bool keep_books(const auto& w, int64_t token, const Parts<kHalves>& parts, int own_row, const Terms<kHalves>& asked) {
+  const auto& a = w.a;
   const int me = a.common.team.rank;
   const Terms<kHalves> own = terms_of(a, own_row, asked);
   uint64_t present = own.mask;
@@ -226,8 +225,8 @@ __device__ __forceinline__ bool keep_books(const Work& w, int64_t token, const P
 
 /// What the clerk does: facts, the books of what is sent, the work of blocks that have not started, the books of tokens.
 template <DType kType, bool kFast, int kHalves>
-__device__ __forceinline__ bool work_on_books(const Work& w, int worker, const Parts<kHalves>& parts, FactWords* facts) {
-  const CombineArgs& a = w.a;
+__device__ __forceinline__ bool work_on_books(const auto& w, int worker, const Parts<kHalves>& parts, FactWords* facts) {
+  const auto& a = w.a;
   const Common& c = a.common;
   if (block() == 0) send_facts(c, w.call, false, facts);
   if (worker >= 0) {
@@ -236,12 +235,7 @@ __device__ __forceinline__ bool work_on_books(const Work& w, int worker, const P
 #pragma unroll 1
     for (Owed owed(w, worker); owed.next(w, &n, &to);) send_books(w, terms_of(a, n, ask_terms<kHalves>(a, n)), n, to);
   }
-#pragma unroll 1
-  for (int b = next_unstarted(c, w.call.epoch, 0, true); b >= 0; b = next_unstarted(c, w.call.epoch, b + 1, false)) {
-    if (!__any_sync(kFull, lane_id() == 0 && take_over(c, b, w.call.epoch))) continue;
-    if (b == 0) send_facts(c, w.call, false, facts);
-    if (worker_of(b) >= 0) send_for<kType, kFast>(w, worker_of(b));
-  }
+  send_for_rest<kType, kFast>(Work<CombineArgs>{a, w.call, w.f, w.begins, w.records, w.sent, w.send_offset}, facts);
   if (!all_agree(c, w.call)) return false;
 #pragma unroll 1
   for (int64_t t = worker; worker >= 0 && t < a.num_tokens; t += num_workers()) {
@@ -252,7 +246,7 @@ __device__ __forceinline__ bool work_on_books(const Work& w, int worker, const P
 }
 
 /// What a failed call leaves: NaN, or 0 for scalars.
-__device__ void poison(const CombineArgs& a, int worker) {
+__device__ __noinline__ void poison(const CombineArgs& a, int worker) {
   for (int64_t t = worker; t < a.num_tokens; t += num_workers()) {
     for (int64_t i = thread(); i < a.hidden; i += num_threads()) store_value(a.dtype, a.out + t * a.out_stride, i, NAN);
     if (thread() == 0) a.num_lost[t] = 0;
@@ -260,8 +254,13 @@ __device__ void poison(const CombineArgs& a, int worker) {
   }
 }
 
-template <DType kType, bool kFast>
-__global__ void __launch_bounds__(kThreads<kType, kFast>, 1) combine_kernel(const __grid_constant__ CombineArgs a, int num_fetched) {
+/// Whether all ranks take part alike, and a record if they do not.
+__device__ __noinline__ bool hear_all(const Common& c, Call call, const FactWords* facts) {
+  return receive_headers(c, call, HeaderInts::kRows, facts, [](int, int, uint32_t) {});
+}
+
+template <DType kType, bool kFast, class Args>
+__global__ void __launch_bounds__(kThreads<kType, kFast>, 1) combine_kernel(const __grid_constant__ Args a, int num_fetched) {
   extern __shared__ __align__(128) std::byte memory[];
   __shared__ uint64_t barriers[2 * Fetched::kMost];
   __shared__ int32_t begins[kMaxRanks + 1], records[kMaxRanks], sent[kMaxRanks], send_offset[kMaxRanks + 1];
@@ -271,13 +270,14 @@ __global__ void __launch_bounds__(kThreads<kType, kFast>, 1) combine_kernel(cons
   const int ranks = c.team.num_ranks, worker = worker_of(block());
   const bool clerk = is_clerk();
   // Everything that depends on nothing is asked for first.
-  const Start start = start_of(c);
+  const Asked asked = ask_start(c);
   const Parts<kHalves> parts = ask_parts<kHalves>(a, worker >= 0 ? worker : a.num_tokens);
   for (int s = thread(); s <= ranks; s += num_threads()) {
     begins[s] = a.routing.recv_begin[s];
     send_offset[s] = a.routing.send_offset[s];
     if (s < ranks) records[s] = a.routing.record_begin[s], sent[s] = a.routing.sent[s];
   }
+  const Start start = start_of(c, asked);
   if (thread() < 2 * Fetched::kMost) {
     fetch_init(barriers + thread());
     bulk_can_read();
@@ -287,7 +287,7 @@ __global__ void __launch_bounds__(kThreads<kType, kFast>, 1) combine_kernel(cons
   // A routing whose dispatch failed is refused.
   bool good = !over && begins[0] >= 0;
   if (good) {
-    const Work w{a, call, PartialFormat::of(a.hidden, kElement<kType>, a.num_topk, a.has_side), begins, records, sent, send_offset};
+    const Work<Args> w{a, call, PartialFormat::of(a.hidden, kElement<kType>, a.num_topk, a.has_side), begins, records, sent, send_offset};
     if (clerk) {
       good = work_on_books<kType, kFast>(w, worker, parts, &facts);
     } else if (worker >= 0) {
@@ -299,7 +299,7 @@ __global__ void __launch_bounds__(kThreads<kType, kFast>, 1) combine_kernel(cons
   }
   good = __syncthreads_and(good);
   if (!over && block() == 0) {
-    const bool heard = receive_headers(c, call, HeaderInts::kRows, &facts, [](int, int, uint32_t) {});
+    const bool heard = hear_all(c, call, &facts);
     good = __syncthreads_and(heard) && good;
   }
   if (!good && worker >= 0) poison(a, worker);
@@ -308,6 +308,11 @@ __global__ void __launch_bounds__(kThreads<kType, kFast>, 1) combine_kernel(cons
   if (c.last_of_send) advance_epoch(c, call.epoch);
 }
 
+bool is_slab(const CombineArgs& a) { return a.num_topk == SlabSums::num_topk && a.apply == SlabSums::apply && a.layout == SlabSums::layout; }
+
+/// Dynamic shared memory that a block may have, on every device of this process that has been prepared.
+std::atomic<int> g_shared_bytes{INT_MAX};
+
 template <DType kType>
 cudaError_t launch(const CombineArgs& a, int blocks, cudaStream_t stream) {
   const auto bits = reinterpret_cast<uintptr_t>(a.y) | reinterpret_cast<uintptr_t>(a.out) | static_cast<uintptr_t>(a.y_stride) |
@@ -315,25 +320,34 @@ cudaError_t launch(const CombineArgs& a, int blocks, cudaStream_t stream) {
   const int units = PartialFormat::of(a.hidden, kElement<kType>, a.num_topk, false).units;
   const int wanted = static_cast<int>(core::align_up(units, 32)) + 32;
   const auto threads = [&](int most) { return wanted < 128 ? 128 : wanted > most ? most : wanted; };
-  int device = 0, most = 0;
-  if (const cudaError_t bad = cudaGetDevice(&device)) return bad;
-  if (const cudaError_t bad = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) return bad;
-  const int64_t row = a.hidden * kElement<kType>, room = (most - kStaticBytes) / (2 * row);
+  const int64_t row = a.hidden * kElement<kType>, room = g_shared_bytes.load(std::memory_order_relaxed) / (2 * row);
   const int rows = kFetches<kType, true> ? static_cast<int>(std::min<int64_t>({room, a.num_topk, Fetched::kMost})) : 0;
-  if (bits % 16 == 0 && a.hidden % kUnitChunk == 0 && a.num_topk <= 32)
-    combine_kernel<kType, true><<<blocks, threads(kThreads<kType, true>), static_cast<size_t>(2 * rows * row), stream>>>(a, rows);
-  else combine_kernel<kType, false><<<blocks, threads(kThreads<kType, false>), 0, stream>>>(a, 0);
+  const auto shared = static_cast<size_t>(2 * rows * row);
+  const bool fast = bits % 16 == 0 && a.hidden % kUnitChunk == 0 && a.num_topk <= 32;
+  if (fast && kType == DType::bf16 && is_slab(a))
+    combine_kernel<DType::bf16, true, SlabSums><<<blocks, threads(kThreads<DType::bf16, true>), shared, stream>>>(SlabSums(a), rows);
+  else if (fast) combine_kernel<kType, true, CombineArgs><<<blocks, threads(kThreads<kType, true>), shared, stream>>>(a, rows);
+  else combine_kernel<kType, false, CombineArgs><<<blocks, threads(kThreads<kType, false>), 0, stream>>>(a, 0);
   return cudaGetLastError();
 }
 template <DType kType>
 cudaError_t load() {
-  cudaFuncAttributes unused;
+  const auto take = [](auto* kernel, int bytes) { return load_kernel(reinterpret_cast<const void*>(kernel), bytes); };
+  const int bytes = g_shared_bytes.load(std::memory_order_relaxed);
+  if (const cudaError_t bad = take(combine_kernel<kType, true, CombineArgs>, bytes)) return bad;
+  if (kType == DType::bf16) {
+    if (const cudaError_t bad = take(combine_kernel<DType::bf16, true, SlabSums>, bytes)) return bad;
+  }
+  return take(combine_kernel<kType, false, CombineArgs>, 0);
+}
+cudaError_t find_shared_bytes() {
   int device = 0, most = 0;
   if (const cudaError_t bad = cudaGetDevice(&device)) return bad;
   if (const cudaError_t bad = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) return bad;
-  if (const cudaError_t bad = cudaFuncSetAttribute(combine_kernel<kType, true>, cudaFuncAttributeMaxDynamicSharedMemorySize, most - kStaticBytes))
-    return bad;
-  return cudaFuncGetAttributes(&unused, combine_kernel<kType, false>);
+  int least = g_shared_bytes.load(std::memory_order_relaxed);
+  while (most - kStaticBytes < least && !g_shared_bytes.compare_exchange_weak(least, most - kStaticBytes)) {
+  }
+  return cudaSuccess;
 }
 
 }  // namespace
@@ -360,7 +374,8 @@ cudaError_t launch_ll_combine(const CombineArgs& a, int blocks, cudaStream_t str
 }
 
 cudaError_t prepare_ll_combine() {
-  for (const cudaError_t bad : {low_latency::load<DType::bf16>(), low_latency::load<DType::fp16>(), low_latency::load<DType::fp32>()}) {
+  for (const cudaError_t bad :
+       {low_latency::find_shared_bytes(), low_latency::load<DType::bf16>(), low_latency::load<DType::fp16>(), low_latency::load<DType::fp32>()}) {
     if (bad) return bad;
   }
   return cudaSuccess;

@@ -5,14 +5,14 @@
 namespace turnout::engine::cuda::low_latency {
 
 /// id_of(), all bits of it.
-__device__ __forceinline__ int wide_id_of(const DispatchArgs& a, int64_t i) {
+__device__ __forceinline__ int wide_id_of(const AnyDispatch auto& a, int64_t i) {
   const int id = id_of(a, i);
   const bool fits = !a.ids_are_64 || __ldg(static_cast<const int32_t*>(a.topk_idx) + 2 * i + 1) == id >> 31;
   return fits ? id : -2;
 }
 
 /// Counts the pairs of each expert in t.before and the rows to each rank in t.scratch. Returns where an id is no expert, -1: nowhere.
-__device__ inline int count_all(const DispatchArgs& a, const Tables& t) {
+__device__ inline int count_all(const AnyDispatch auto& a, const Tables& t) {
   const Common& c = a.common;
   const int ranks = c.team.num_ranks, topk = a.num_topk, tokens = static_cast<int>(a.num_tokens);
   int32_t* rows = t.scratch;
@@ -46,7 +46,7 @@ __device__ inline int count_all(const DispatchArgs& a, const Tables& t) {
   return bad;
 }
 /// The same of plain tokens: a thread looks at one of them, at the first before it knows anything else.
-__device__ __forceinline__ int count_all_plain(const DispatchArgs& a, const Tables& t, const Early& early, bool use_early) {
+__device__ __forceinline__ int count_all_plain(const AnyDispatch auto& a, const Tables& t, const Early& early, bool use_early) {
   const Common& c = a.common;
   int bad = -1;
 #pragma unroll 1
@@ -73,7 +73,7 @@ __device__ __forceinline__ int count_all_plain(const DispatchArgs& a, const Tabl
   return bad;
 }
 /// Before counting, and a barrier.
-__device__ __forceinline__ void clear_counters(const DispatchArgs& a, const Tables& t) {
+__device__ __forceinline__ void clear_counters(const AnyDispatch auto& a, const Tables& t) {
   const int ranks = a.common.team.num_ranks;
 #pragma unroll 1
   for (int i = thread(); i < ranks; i += num_threads()) t.scratch[i] = 0;
@@ -81,11 +81,35 @@ __device__ __forceinline__ void clear_counters(const DispatchArgs& a, const Tabl
   for (int i = thread(); i < ranks * a.common.max_local; i += num_threads()) t.before[i] = 0;
 }
 
-/// Facts and counts to all ranks, this one included.
-template <bool kPlain>
-__device__ __forceinline__ void send_counts(const DispatchArgs& a, const Tables& t, Call call, const Early& early, bool use_early, FactWords* facts) {
+/// Why a rank refuses a call: entry `bad` (see count_all) is no expert.
+__device__ __forceinline__ DeviceRecord bad_id(const AnyDispatch auto& a, Call call, int bad) {
+  const int64_t i = static_cast<int64_t>(bad / kMaxTopk) * a.num_topk + bad % kMaxTopk;
+  DeviceRecord r{};
+  r.state = 4;
+  r.peer = a.common.team.rank;
+  r.epoch = call.epoch;
+  r.expected = bad / kMaxTopk;
+  r.k = bad % kMaxTopk;
+  r.value = a.ids_are_64 ? static_cast<const int64_t*>(a.topk_idx)[i] : static_cast<const int32_t*>(a.topk_idx)[i];
+  return r;
+}
+/// Facts, and what has been counted, to all ranks, this one included.
+__device__ __forceinline__ void tell_counts(const AnyDispatch auto& a, const Tables& t, Call call, bool refused, const FactWords* facts) {
   const Common& c = a.common;
-  const int ranks = c.team.num_ranks, topk = a.num_topk;
+  const int ranks = c.team.num_ranks;
+  send_header(c, call, HeaderInts::experts(ranks) + c.max_local, [&](int rank, int i) -> uint32_t {
+    if (i == HeaderInts::kRefused) return refused;
+    if (i < HeaderInts::kRows) return facts->words[i];
+    if (i < HeaderInts::experts(ranks)) return static_cast<uint32_t>(t.scratch[i - HeaderInts::kRows]);
+    return static_cast<uint32_t>(t.before[rank * c.max_local + i - HeaderInts::experts(ranks)]);
+  });
+}
+
+/// Counts the tokens and tells all ranks.
+template <bool kPlain>
+__device__ __forceinline__ void send_counts(const AnyDispatch auto& a, const Tables& t, Call call, const Early& early, bool use_early,
+                                            FactWords* facts) {
+  const Common& c = a.common;
   if (thread() == num_threads() - 1) fill_facts(c, call.epoch, false, a.num_tokens, facts);
   if (a.cached) {
     __syncthreads();
@@ -99,24 +123,8 @@ __device__ __forceinline__ void send_counts(const DispatchArgs& a, const Tables&
   int bad;
   if constexpr (kPlain) bad = count_all_plain(a, t, early, use_early);
   else bad = count_all(a, t);
-  if (bad >= 0) {
-    const int64_t i = static_cast<int64_t>(bad / kMaxTopk) * topk + bad % kMaxTopk;
-    decltype(HostWords::record) r{};
-    r.state = 4;
-    r.peer = c.team.rank;
-    r.epoch = call.epoch;
-    r.expected = bad / kMaxTopk;
-    r.k = bad % kMaxTopk;
-    r.value = a.ids_are_64 ? static_cast<const int64_t*>(a.topk_idx)[i] : static_cast<const int32_t*>(a.topk_idx)[i];
-    write_reason(c, r);
-  }
-  const bool refused = __syncthreads_or(bad >= 0);
-  send_header(c, call, HeaderInts::experts(ranks) + c.max_local, [&](int rank, int i) -> uint32_t {
-    if (i == HeaderInts::kRefused) return refused;
-    if (i < HeaderInts::kRows) return facts->words[i];
-    if (i < HeaderInts::experts(ranks)) return static_cast<uint32_t>(t.scratch[i - HeaderInts::kRows]);
-    return static_cast<uint32_t>(t.before[rank * c.max_local + i - HeaderInts::experts(ranks)]);
-  });
+  if (bad >= 0) write_reason(c, bad_id(a, call, bad));
+  tell_counts(a, t, call, __syncthreads_or(bad >= 0), facts);
   __syncthreads();
 }
 

@@ -2,10 +2,12 @@
 // the headers where they belong, and lays each out as its words arrive. Positions are counted twice or more often rather than
 // waited for: by every block for its own tokens, and by every block for the tables of the receiving side.
 #include "engine/cuda/kernels.h"
+#include "engine/cuda/launch.h"
 #include "engine/cuda/low_latency/counts.cuh"
 #include "engine/cuda/low_latency/lay_out.cuh"
 #include "engine/cuda/low_latency/publish.cuh"
 #include "engine/cuda/low_latency/send.cuh"
+#include "engine/cuda/low_latency/slab.h"
 
 namespace turnout::engine::cuda {
 namespace low_latency {
@@ -15,7 +17,7 @@ constexpr int kMostThreads = 512;
 
 /// The tokens of worker `worker` to the other ranks. Rows stay in shared memory, the last num_own of them. Returns have_started().
 template <bool kPlain>
-__device__ __forceinline__ bool send_tokens(const Work& w, int worker, const Early& early, int32_t* own_place, bool mine) {
+__device__ __forceinline__ bool send_tokens(const auto& w, int worker, const Early& early, int32_t* own_place, bool mine) {
   int j = 0;
   bool all = false;
 #pragma unroll 1
@@ -33,7 +35,7 @@ __device__ __forceinline__ bool send_tokens(const Work& w, int worker, const Ear
 
 /// The rows that stay on this rank.
 template <bool kPlain>
-__device__ __forceinline__ void lay_out_own(const Work& w, const Early& early, int32_t* own_place) {
+__device__ __forceinline__ void lay_out_own(const auto& w, const Early& early, int32_t* own_place) {
   const int me = w.a.common.team.rank;
   const int room = w.m->begins[me + 1] - w.m->begins[me];
   const int num = w.a.num_tokens > w.worker ? static_cast<int>((w.a.num_tokens - w.worker + w.workers - 1) / w.workers) : 0;
@@ -63,8 +65,8 @@ __device__ __noinline__ void zero_padding(const DispatchArgs& a, RowFormat f, co
 }
 
 /// Weights and ids of rows that are not there; padding of groups.
-__device__ __forceinline__ void fill_rest(const Work& w) {
-  const DispatchArgs& a = w.a;
+__device__ __forceinline__ void fill_rest(const auto& w) {
+  const auto& a = w.a;
   const Routing& r = a.routing;
   const int local = a.num_local;
   const int64_t first = static_cast<int64_t>(w.worker) * num_threads() + thread(), step = static_cast<int64_t>(w.workers) * num_threads();
@@ -92,8 +94,8 @@ __device__ __forceinline__ void fill_rest(const Work& w) {
 }
 
 /// The tables of a known routing.
-__device__ __forceinline__ bool load_known(const Work& w) {
-  const DispatchArgs& a = w.a;
+__device__ __forceinline__ bool load_known(const auto& w) {
+  const auto& a = w.a;
 #pragma unroll 1
   for (int s = thread(); s <= a.common.team.num_ranks; s += num_threads()) w.m->begins[s] = a.routing.recv_begin[s];
 #pragma unroll 1
@@ -105,7 +107,7 @@ __device__ __forceinline__ bool load_known(const Work& w) {
 }
 
 /// Tells the counters of a resident receive. After the copies have ended.
-__device__ __forceinline__ void count_arrivals(const Work& w) {
+__device__ __forceinline__ void count_arrivals(const auto& w) {
   bulk_finish();
   __threadfence();
   __syncthreads();
@@ -138,7 +140,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
 
   // Everything that depends on nothing is asked for first, what is needed first first.
   const Tables t = tables_at(a, plan, memory);
-  const Start start = start_of(c);
+  const Asked asked = ask_start(c);
   const int first_owner = thread() < c.num_experts ? __ldg(c.owner + thread()) : 0,
             first_local = thread() < c.num_experts ? __ldg(c.local + thread()) : 0;
   Early early{};
@@ -157,6 +159,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     if (some && !a.cached) clear_places(a, &token, meta_of(a, f, memory), &own_place[0]);
     if (block() == 0 && !a.cached) clear_counters(a, t);
   }
+  const Start start = start_of(c, asked);
   const Call call = start.call;
 #pragma unroll 1
   for (int e = thread(); e < c.num_experts; e += num_threads()) {
@@ -166,7 +169,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   }
 #pragma unroll 1
   for (int s = thread(); s < c.team.num_ranks; s += num_threads()) laid[s] = 0;
-  const Work w{a, call, f, plan, t, &token, &admission, memory, laid, worker, workers};
+  const Work<DispatchArgs> w{a, call, f, plan, t, &token, &admission, memory, laid, worker, workers};
 
   if (!__syncthreads_or(start.over || (a.cached && is_broken(a.routing)))) {
     const HeaderItems items(a);
@@ -236,15 +239,18 @@ cudaError_t launch_ll_dispatch(const DispatchArgs& a, int blocks, cudaStream_t s
   const low_latency::SharedPlan plan = low_latency::SharedPlan::of(a, blocks > 1 ? blocks - 1 : 1);
   const RowFormat f = RowFormat::of(a);
   const int threads = low_latency::threads_for(a);
-  if (low_latency::is_plain(a)) low_latency::dispatch_kernel<true><<<blocks, threads, static_cast<size_t>(plan.num_bytes), stream>>>(a, plan, f);
+  const bool plain = low_latency::is_plain(a);
+  if (plain && low_latency::can_dispatch_slab(a, blocks)) return low_latency::launch_dispatch_slab(a, blocks, stream);
+  if (plain) low_latency::dispatch_kernel<true><<<blocks, threads, static_cast<size_t>(plan.num_bytes), stream>>>(a, plan, f);
   else low_latency::dispatch_kernel<false><<<blocks, threads, static_cast<size_t>(plan.num_bytes), stream>>>(a, plan, f);
   return cudaGetLastError();
 }
 
 cudaError_t prepare_ll_dispatch() {
-  for (const void* kernel :
-       {reinterpret_cast<const void*>(low_latency::dispatch_kernel<true>), reinterpret_cast<const void*>(low_latency::dispatch_kernel<false>)}) {
-    if (const cudaError_t bad = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, low_latency::SharedPlan::kMost)) return bad;
+  for (const cudaError_t bad : {load_kernel(reinterpret_cast<const void*>(low_latency::dispatch_kernel<true>), low_latency::SharedPlan::kMost),
+                                load_kernel(reinterpret_cast<const void*>(low_latency::dispatch_kernel<false>), low_latency::SharedPlan::kMost),
+                                low_latency::prepare_dispatch_slab()}) {
+    if (bad) return bad;
   }
   return cudaSuccess;
 }

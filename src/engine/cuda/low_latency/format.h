@@ -1,12 +1,39 @@
 // What low-latency rows look like on their way: flagged words (three 32-bit words of payload and the epoch), so that neither a
 // fence nor a signal is needed. Sizes for host and device.
 #pragma once
+#include <concepts>
 #include <cstddef>
 #include <cstdint>
 
 #include "engine/cuda/args.h"
 
 namespace turnout::engine::cuda {
+
+/// The arguments of a dispatch, or a form of them in which some are known when the kernel is compiled.
+template <class T>
+concept AnyDispatch = std::derived_from<T, DispatchArgs>;
+
+/// What most low_latency dispatches are: to a slab, with new ids, bf16 to fp8. Constants hide the members of the same name.
+struct SlabArgs : DispatchArgs {
+  explicit SlabArgs(const DispatchArgs& a) : DispatchArgs(a) {}
+  static constexpr bool kAlignedIds = true;
+  static constexpr int num_topk = 8, num_side = 0, alignment = 1;
+  static constexpr bool cached = false, has_weights = true, weights_are_bf16 = false;
+  static constexpr DType dtype = DType::bf16;
+  static constexpr Quantize quantize = Quantize::fp8_e4m3;
+  static constexpr Layout layout = Layout::expert_slab;
+  static constexpr int64_t* arrived = nullptr;
+};
+
+/// The same of a combine: rows of a slab, plain sums of eight entries.
+template <class T>
+concept AnyCombine = std::derived_from<T, CombineArgs>;
+struct SlabSums : CombineArgs {
+  explicit SlabSums(const CombineArgs& a) : CombineArgs(a) {}
+  static constexpr int num_topk = 8;
+  static constexpr CombineWeights apply = CombineWeights::none;
+  static constexpr Layout layout = Layout::expert_slab;
+};
 
 constexpr TURNOUT_HOST_DEVICE int64_t words_for(int64_t bytes) { return core::ceil_div(bytes, static_cast<int64_t>(kWordPayload * 4)); }
 

@@ -5,8 +5,9 @@
 namespace turnout::engine::cuda::low_latency {
 
 /// What a block holds while it works.
+template <class Args>
 struct Work {
-  const DispatchArgs& a;
+  const Args& a;
   Call call;
   RowFormat f;
   SharedPlan plan;
@@ -42,7 +43,7 @@ __device__ __forceinline__ void copy_out(std::byte* to, const std::byte* from, i
 
 /// Parts of a row: x, scales, side arrays. `visit(to, stride, offset in the row, bytes)`.
 template <class Visit>
-__device__ __forceinline__ void for_each_part(const DispatchArgs& a, const RowFormat& f, Visit visit) {
+__device__ __forceinline__ void for_each_part(const AnyDispatch auto& a, const RowFormat& f, Visit visit) {
   visit(a.out_x, a.out_stride, 0, a.x_bytes);
   if (a.scale_bytes) visit(a.out_scales, a.scale_bytes, f.scales, a.scale_bytes);
   int at = f.side;
@@ -54,8 +55,8 @@ __device__ __forceinline__ void for_each_part(const DispatchArgs& a, const RowFo
 }
 
 /// Where entry k of received row `n` of source `s` goes in the result: its row, or -1. Writes the routing.
-__device__ __forceinline__ int place(const Work& w, const std::byte* row, int s, int n, int k) {
-  const DispatchArgs& a = w.a;
+__device__ __forceinline__ int place(const auto& w, const std::byte* row, int s, int n, int k) {
+  const auto& a = w.a;
   const Routing& r = a.routing;
   const bool by_rank = a.layout == Layout::rank_major;
   const int64_t i = static_cast<int64_t>(n) * a.num_topk + k;
@@ -88,8 +89,8 @@ __device__ __forceinline__ int place(const Work& w, const std::byte* row, int s,
 
 /// Copies a row in shared memory to its places. The whole block calls it; bulk copies are still reading when it returns.
 template <bool kPlain>
-__device__ __forceinline__ void lay_out(const Work& w, const std::byte* row, int s, int n) {
-  const DispatchArgs& a = w.a;
+__device__ __forceinline__ void lay_out(const auto& w, const std::byte* row, int s, int n) {
+  const auto& a = w.a;
   __shared__ int32_t where[kMaxTopk];
   if (a.arrived && thread() == 0) ++w.laid[s];
   const int k = thread();
@@ -132,7 +133,7 @@ __device__ __forceinline__ void lay_out(const Work& w, const std::byte* row, int
 }
 
 /// Until all words of a staged row show the epoch; their payload goes to shared memory. A thread polls two at a time.
-__device__ __forceinline__ bool receive_row(const Work& w, int s, int i, std::byte* row) {
+__device__ __forceinline__ bool receive_row(const auto& w, int s, int i, std::byte* row) {
   const Common& c = w.a.common;
   const auto* from = reinterpret_cast<const uint4*>(c.team.base[c.team.rank] + c.arena.ll_dispatch_at(c.lane, w.call.copy, s, i));
   auto* to = reinterpret_cast<uint32_t*>(row);
@@ -158,7 +159,7 @@ __device__ __forceinline__ bool receive_row(const Work& w, int s, int i, std::by
 
 /// The rows of all other ranks, as they arrive. False: given up.
 template <bool kPlain>
-__device__ __forceinline__ bool receive_rows(const Work& w) {
+__device__ __forceinline__ bool receive_rows(const auto& w) {
   const int ranks = w.a.common.team.num_ranks, me = w.a.common.team.rank;
   int j = 0, first = 0;  // rows of the sources before s
   int s = (me + 1) % ranks;

@@ -1,4 +1,4 @@
-// The parts of a token that come back: on which ranks they are, where they land, and the wait for them.
+// The parts of a token that come back: on which ranks they are, where they land, and the wait for them; and those that are owed to others.
 #pragma once
 #include "engine/cuda/low_latency/terms.cuh"
 
@@ -11,7 +11,7 @@ struct Parts {
 };
 /// Asked for first and looked at later.
 template <int kHalves>
-__device__ __forceinline__ Parts<kHalves> ask_parts(const CombineArgs& a, int64_t token) {
+__device__ __forceinline__ Parts<kHalves> ask_parts(const AnyCombine auto& a, int64_t token) {
   Parts<kHalves> p;
   p.asked = 0;
 #pragma unroll
@@ -25,7 +25,7 @@ __device__ __forceinline__ Parts<kHalves> ask_parts(const CombineArgs& a, int64_
   return p;
 }
 template <int kHalves>
-__device__ __forceinline__ Parts<kHalves> parts_of(const Work& w, Parts<kHalves> p) {
+__device__ __forceinline__ Parts<kHalves> parts_of(const auto& w, Parts<kHalves> p) {
 #pragma unroll
   for (int h = 0; h < kHalves; ++h) {
     if (p.rank[h] >= 0) p.asked |= 1 << h;
@@ -58,9 +58,35 @@ __device__ __forceinline__ int next_part(const Parts<kHalves>& p, int after, int
   return static_cast<int>(best);
 }
 
+/// The rows of other ranks that worker `worker` owes a partial sum, one after the other: row `i` of `source`, which is row n here.
+struct Owed {
+  int source, first, at;  ///< rows of the sources before `source`
+
+  __device__ Owed(const auto& w, int worker) : source((w.a.common.team.rank + 1) % w.a.common.team.num_ranks), first(0), at(worker) {}
+  __device__ bool next(const auto& w, int* n, uint4** to) {
+    const Common& c = w.a.common;
+#pragma unroll 1
+    while (source != c.team.rank) {
+      // A source with more tokens than there is staging for refuses the call, but later than this.
+      const Arena& arena = c.arena;
+      const int room = static_cast<int>(arena.ll_tokens) * arena.ll_combine_copies - w.records[source];
+      const int rows = min(w.begins[source + 1] - w.begins[source], room), i = at - first;
+      if (i < rows) {
+        *n = w.begins[source] + i;
+        *to = reinterpret_cast<uint4*>(c.team.base[source] + c.arena.ll_combine_at(c.lane, w.call.copy, 0, w.records[source] + i));
+        at += num_workers();
+        return true;
+      }
+      first += rows;
+      source = (source + 1) % c.team.num_ranks;
+    }
+    return false;
+  }
+};
+
 /// Waits for a unit of a partial sum and for its mask. Where the mask is 0 nothing else comes.
 template <DType kType>
-__device__ __forceinline__ bool receive_unit(const Work& w, int rank, const uint4* from, int unit, bool active, uint64_t* mask, uint32_t* out) {
+__device__ __forceinline__ bool receive_unit(const auto& w, int rank, const uint4* from, int unit, bool active, uint64_t* mask, uint32_t* out) {
   const uint32_t epoch = w.call.epoch;
   uint4 words[kWords<kType>], m{};
   const int mine = active ? unit : 0;
@@ -84,7 +110,7 @@ __device__ __forceinline__ bool receive_unit(const Work& w, int rank, const uint
 
 /// Scalars of a part for the lanes that hold their k. The whole warp calls it.
 template <int kHalves>
-__device__ __forceinline__ bool receive_scalars(const Work& w, int rank, const uint4* from, uint64_t mask, float (&scalar)[kHalves]) {
+__device__ __forceinline__ bool receive_scalars(const auto& w, int rank, const uint4* from, uint64_t mask, float (&scalar)[kHalves]) {
   bool good = true;
 #pragma unroll
   for (int h = 0; h < kHalves; ++h) {
@@ -99,11 +125,11 @@ __device__ __forceinline__ bool receive_scalars(const Work& w, int rank, const u
 
 /// Received row of a token that stays on this rank, -1: none.
 template <int kHalves>
-__device__ __forceinline__ int own_row_of(const Work& w, const Parts<kHalves>& parts) {
+__device__ __forceinline__ int own_row_of(const auto& w, const Parts<kHalves>& parts) {
   const int me = w.a.common.team.rank, at = place_on(parts, me);
   return at < 0 ? -1 : w.begins[me] + at;
 }
-__device__ __forceinline__ const uint4* staged(const Work& w, int rank, int at) {
+__device__ __forceinline__ const uint4* staged(const auto& w, int rank, int at) {
   const Common& c = w.a.common;
   return reinterpret_cast<const uint4*>(c.team.base[c.team.rank] + c.arena.ll_combine_at(c.lane, w.call.copy, 0, w.send_offset[rank] + at));
 }

@@ -20,7 +20,7 @@ struct Meta {  // of a row, where RowFormat::meta says
   int32_t* pair;
   float* weight;
 };
-__device__ __forceinline__ Meta meta_of(const DispatchArgs& a, const RowFormat& f, std::byte* row) {
+__device__ __forceinline__ Meta meta_of(const AnyDispatch auto& a, const RowFormat& f, std::byte* row) {
   auto* p = reinterpret_cast<int32_t*>(row + f.meta);
   return {p, p + a.num_topk, reinterpret_cast<float*>(p + 2 * a.num_topk)};
 }
@@ -30,12 +30,16 @@ struct Entries {
   static constexpr int kMost = 8;
   uint32_t words[kMost];
 };
+__device__ __forceinline__ bool ids_are_aligned(const AnyDispatch auto& a) {
+  if constexpr (requires { a.kAlignedIds; }) return true;
+  else return a.num_topk == Entries::kMost && reinterpret_cast<uintptr_t>(a.topk_idx) % 16 == 0;
+}
 /// Zeros if not wanted. Of 64-bit ids the lower halves, or (kUpper) the upper ones.
 template <bool kUpper = false>
-__device__ __forceinline__ Entries ask_entries(const DispatchArgs& a, int64_t token, bool wanted) {
+__device__ __forceinline__ Entries ask_entries(const AnyDispatch auto& a, int64_t token, bool wanted) {
   constexpr int kMost = Entries::kMost;
   Entries e;
-  if (a.num_topk == kMost && reinterpret_cast<uintptr_t>(a.topk_idx) % 16 == 0) {
+  if (ids_are_aligned(a)) {
     const auto* p = static_cast<const uint4*>(a.topk_idx) + token * (a.ids_are_64 ? 4 : 2);
     if (a.ids_are_64) {
 #pragma unroll
@@ -59,13 +63,12 @@ __device__ __forceinline__ Entries ask_entries(const DispatchArgs& a, int64_t to
   return e;
 }
 /// Entry `k`; -1: none, -2: no expert. Block 0 alone looks at the upper halves, too.
-__device__ __forceinline__ int entry_of(const DispatchArgs& a, const Entries& e, int k) {
+__device__ __forceinline__ int entry_of(const AnyDispatch auto& a, const Entries& e, int k) {
   const int id = static_cast<int>(e.words[k]);
   return k >= a.num_topk ? -1 : static_cast<uint32_t>(id + 1) <= static_cast<uint32_t>(a.common.num_experts) ? id : -2;
 }
 
-/// What is loaded before anything else is known: of the first token of a block, and of those before it. `is_there` is the same in all
-/// threads.
+/// Loaded before anything else is known: of the first token of a block, and of those before it. `is_there`: alike in all threads.
 struct Early {
   uint4 x[2];
   Entries mine, other;  ///< the token's, and those of the token whose number is this thread's
@@ -73,17 +76,17 @@ struct Early {
   bool is_there;
 };
 
-__device__ __forceinline__ float weight_of(const DispatchArgs& a, int64_t i) {
+__device__ __forceinline__ float weight_of(const AnyDispatch auto& a, int64_t i) {
   if (!a.has_weights) return 0.0f;
   return a.weights_are_bf16 ? __uint_as_float(static_cast<uint32_t>(static_cast<const uint16_t*>(a.topk_weights)[i]) << 16)
                             : static_cast<const float*>(a.topk_weights)[i];
 }
 
 /// Rows of x in pieces of 16 bytes where they can be.
-__device__ __forceinline__ bool loads_pieces(const DispatchArgs& a) {
+__device__ __forceinline__ bool loads_pieces(const AnyDispatch auto& a) {
   return (a.quantize == Quantize::none || size_of(a.dtype) == 2) && (reinterpret_cast<uintptr_t>(a.x) | static_cast<uintptr_t>(a.x_stride)) % 16 == 0;
 }
-__device__ __forceinline__ int64_t source_bytes(const DispatchArgs& a) {
+__device__ __forceinline__ int64_t source_bytes(const AnyDispatch auto& a) {
   return a.quantize == Quantize::none ? a.x_bytes : a.hidden * static_cast<int64_t>(size_of(a.dtype));
 }
 /// Bytes [at, at + 16) of a row, as far as it goes; the rest is 0.
@@ -110,7 +113,7 @@ __device__ __forceinline__ Chunk<float> widen(DType dtype, uint4 v) {
 }
 
 /// Eight elements, quantised, into the row; the lane with the first of a block writes its scale. The whole warp calls it.
-__device__ __forceinline__ void quantize_chunk(const DispatchArgs& a, const RowFormat& f, const Chunk<float>& c, int64_t begin, std::byte* row) {
+__device__ __forceinline__ void quantize_chunk(const AnyDispatch auto& a, const RowFormat& f, const Chunk<float>& c, int64_t begin, std::byte* row) {
   float scale = block_scale(c);
   uint8_t exponent = 0;
   if (a.quantize == Quantize::fp8_e4m3_ue8m0) {
@@ -130,7 +133,7 @@ __device__ __forceinline__ void quantize_chunk(const DispatchArgs& a, const RowF
 }
 
 /// The row of a plain token: two pieces at a time, both asked for before the first is looked at.
-__device__ __forceinline__ void build_row_plain(const DispatchArgs& a, const RowFormat& f, int64_t token, const Early& early, bool use_early,
+__device__ __forceinline__ void build_row_plain(const AnyDispatch auto& a, const RowFormat& f, int64_t token, const Early& early, bool use_early,
                                                 std::byte* row) {
   const std::byte* x = a.x + token * a.x_stride;
   const bool quantise = a.quantize != Quantize::none;
@@ -153,7 +156,7 @@ __device__ __forceinline__ void build_row_plain(const DispatchArgs& a, const Row
 }
 
 /// x, scales and side arrays of a token into shared memory, whatever they are like.
-__device__ __noinline__ void build_row(const DispatchArgs& a, RowFormat f, int64_t token, std::byte* row) {
+__device__ __noinline__ inline void build_row(const DispatchArgs& a, RowFormat f, int64_t token, std::byte* row) {
   const std::byte* x = a.x + token * a.x_stride;
   const bool pieces = loads_pieces(a), quantise = a.quantize != Quantize::none;
   const int64_t bytes = source_bytes(a);
@@ -187,8 +190,8 @@ __device__ __noinline__ void build_row(const DispatchArgs& a, RowFormat f, int64
 
 /// Places of a token with eight entries at most, ranks in the bits of a word: each thread looks at one earlier token. Adds to `pair` and
 /// `s->row`, which are 0. The last warp writes the rest of `s`, and ids and weights to `m`.
-__device__ __forceinline__ void find_places_plain(const DispatchArgs& a, const Tables& t, Token* s, int64_t token, const Early& early, bool use_early,
-                                                  const Meta& m) {
+__device__ __forceinline__ void find_places_plain(const AnyDispatch auto& a, const Tables& t, Token* s, int64_t token, const Early& early,
+                                                  bool use_early, const Meta& m) {
   constexpr int kMost = Entries::kMost;
   const Entries mine = use_early ? early.mine : ask_entries(a, token, true);
   int id[kMost], dest[kMost];
@@ -199,9 +202,7 @@ __device__ __forceinline__ void find_places_plain(const DispatchArgs& a, const T
   }
   if (warp_id() * 32 < token) {
     uint32_t found[kMost] = {};  // pairs below, rows above
-#pragma unroll 1
-    for (int64_t u = thread(); u - lane_id() < token; u += num_threads()) {
-      const Entries e = use_early && u == thread() ? early.other : ask_entries(a, u, u < token);
+    const auto look_at = [&](int64_t u, const Entries& e) {
       uint32_t ranks = 0;
       int other[kMost];
 #pragma unroll
@@ -216,7 +217,10 @@ __device__ __forceinline__ void find_places_plain(const DispatchArgs& a, const T
         for (int j = 0; j < kMost; ++j) n += other[j] == id[k] ? 1 : 0;
         if (id[k] >= 0) found[k] += n | (ranks >> dest[k] & 1) << 16;
       }
-    }
+    };
+#pragma unroll 1
+    for (int64_t u = thread(); u - lane_id() < token; u += num_threads())
+      look_at(u, use_early && u == thread() ? early.other : ask_entries(a, u, u < token));
     uint32_t sum = 0;
 #pragma unroll
     for (int k = 0; k < kMost; ++k) {
@@ -249,14 +253,14 @@ __device__ __forceinline__ void find_places_plain(const DispatchArgs& a, const T
   if (my_id >= 0 && same) atomicAdd(&m.pair[k], same);
 }
 /// Before find_places_plain(), and a barrier.
-__device__ __forceinline__ void clear_places(const DispatchArgs& a, Token* s, const Meta& m, int32_t* own_row) {
+__device__ __forceinline__ void clear_places(const AnyDispatch auto& a, Token* s, const Meta& m, int32_t* own_row) {
   const int k = thread();
   if (k == 0) *own_row = -1;
   if (k < a.num_topk) s->row[k] = m.pair[k] = 0;
 }
 
 /// The same for any number of experts and ranks: a warp looks at one earlier token, a lane at one of its entries (and the 32nd after it).
-__device__ __forceinline__ void count_earlier(const DispatchArgs& a, const Tables& t, Token* s, int token) {
+__device__ __forceinline__ void count_earlier(const AnyDispatch auto& a, const Tables& t, Token* s, int token) {
   const int topk = a.num_topk;
 #pragma unroll 1
   for (int u = warp_id(); u < token; u += num_warps()) {
@@ -280,7 +284,7 @@ __device__ __forceinline__ void count_earlier(const DispatchArgs& a, const Table
 }
 
 /// Routing of a token into `s`: ids, places. Of a known routing it is read.
-__device__ __forceinline__ void find_places(const DispatchArgs& a, const Tables& t, Token* s, int64_t token) {
+__device__ __forceinline__ void find_places(const AnyDispatch auto& a, const Tables& t, Token* s, int64_t token) {
   const int topk = a.num_topk, k = thread();
   const int64_t i = token * topk + k;
   if (a.cached) {
@@ -319,7 +323,7 @@ __device__ __forceinline__ void find_places(const DispatchArgs& a, const Tables&
 }
 
 /// What the source keeps of a token's routing.
-__device__ __forceinline__ void write_routing(const DispatchArgs& a, const Tables& t, const Token* s, const int32_t* pair, int64_t token) {
+__device__ __forceinline__ void write_routing(const AnyDispatch auto& a, const Tables& t, const Token* s, const int32_t* pair, int64_t token) {
   const int k = thread();
   if (a.cached || k >= a.num_topk) return;
   const int64_t i = token * a.num_topk + k;
@@ -337,8 +341,8 @@ __device__ __forceinline__ void write_routing(const DispatchArgs& a, const Table
 /// stay here. The whole block calls it, with everything else in shared memory at rest, and synchronises before it reads `own_row`.
 /// `meanwhile()` asks for something.
 template <bool kPlain, class Meanwhile>
-__device__ __forceinline__ void prepare_token(const DispatchArgs& a, const RowFormat& f, const Tables& t, Token* s, int64_t token, const Early& early,
-                                              bool use_early, std::byte* row, int32_t* own_row, Meanwhile meanwhile) {
+__device__ __forceinline__ void prepare_token(const AnyDispatch auto& a, const RowFormat& f, const Tables& t, Token* s, int64_t token,
+                                              const Early& early, bool use_early, std::byte* row, int32_t* own_row, Meanwhile meanwhile) {
   const int k = thread();
   const Meta m = meta_of(a, f, row);
   const bool plain = kPlain && !a.cached;
@@ -371,7 +375,7 @@ __device__ __forceinline__ void prepare_token(const DispatchArgs& a, const RowFo
 
 /// To all ranks but this one.
 template <bool kPlain>
-__device__ __forceinline__ void send_row(const DispatchArgs& a, const RowFormat& f, const Token* s, Call call, const std::byte* row) {
+__device__ __forceinline__ void send_row(const AnyDispatch auto& a, const RowFormat& f, const Token* s, Call call, const std::byte* row) {
   const Common& c = a.common;
   const auto send = [&](int k) {
     auto* to = reinterpret_cast<uint4*>(c.team.base[s->key[k]] + c.arena.ll_dispatch_at(c.lane, call.copy, c.team.rank, s->row[k]));

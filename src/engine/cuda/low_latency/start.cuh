@@ -28,34 +28,50 @@ __device__ __forceinline__ Expired& expired() {
   return e;
 }
 
+/// What a wait that lasts knows.
+struct Waited {
+  uint64_t start = 0, next_look = 0;
+  uint32_t lost = 0;
+};
+enum class Wait { go_on, last_look, end };
+/// Looks at all that may end a wait, now and then. Not inlined: what every call goes through is to be short.
+__device__ __noinline__ inline Wait keep_waiting(const Common& c, int peer, uint32_t epoch, bool inside, Waited* w) {
+  if (is_aborted(c) || *reinterpret_cast<const volatile uint32_t*>(&c.lane_control->failed) == epoch) return Wait::end;
+  if (*reinterpret_cast<const volatile uint32_t*>(&expired().claimed)) return Wait::end;  // by another warp of this block
+  const uint64_t now = clock_ns();
+  if (w->start == 0) w->start = now, w->next_look = now + 50'000;
+  if (now < w->next_look) return Wait::go_on;
+  w->next_look = now + 10'000;
+  const bool looks = may_look(c, peer, now);
+  if (looks && *reinterpret_cast<volatile uint64_t*>(&c.host->abort) > c.control->generation) {
+    store_relaxed(status_of(c, c.team.rank), c.control->generation + 1);
+    *reinterpret_cast<volatile uint64_t*>(&c.host->status) = c.control->generation + 1;
+    return Wait::end;
+  }
+  if (looks) w->lost = *reinterpret_cast<volatile uint32_t*>(&c.host->lost[peer]);
+  const uint64_t limit = inside ? c.control->timeout_ns : c.control->busy_ns;
+  return w->lost != 0 || now - w->start > limit ? Wait::last_look : Wait::go_on;
+}
+/// Of a wait that has expired: the first of a block is written down.
+__device__ __noinline__ inline void note_expired(Phase phase, int peer, uint32_t seen, uint32_t lost) {
+  if (atomicExch(&expired().claimed, 1u) == 0) expired() = {1, static_cast<int32_t>(phase), peer, seen, lost};
+}
+
 /// wait_until() for these kernels.
 template <class Ready, class Seen>
 __device__ __forceinline__ bool wait_for(const Common& c, Phase phase, int peer, uint32_t epoch, bool inside, Ready ready, Seen seen) {
-  uint64_t start = 0, next_look = 0;
-  uint32_t lost = 0;
-  bool over = false;
+  Waited waited;
+  Wait state = Wait::go_on;
 #pragma unroll 1
   for (uint32_t i = 0;; ++i) {
     if (ready()) return true;
-    if (over) {  // it has not come since either
-      if (atomicExch(&expired().claimed, 1u) == 0) expired() = {1, static_cast<int32_t>(phase), peer, static_cast<uint32_t>(seen()), lost};
+    if (state == Wait::last_look) {  // it has not come since either
+      note_expired(phase, peer, static_cast<uint32_t>(seen()), waited.lost);
       return false;
     }
     if (i % 64 != 63) continue;
-    if (is_aborted(c) || *reinterpret_cast<const volatile uint32_t*>(&c.lane_control->failed) == epoch) return false;
-    if (*reinterpret_cast<const volatile uint32_t*>(&expired().claimed)) return false;  // by another warp of this block
-    const uint64_t now = clock_ns();
-    if (start == 0) start = now, next_look = now + 50'000;
-    if (now < next_look) continue;
-    next_look = now + 10'000;
-    const bool looks = may_look(c, peer, now);
-    if (looks && *reinterpret_cast<volatile uint64_t*>(&c.host->abort) > c.control->generation) {
-      store_relaxed(status_of(c, c.team.rank), c.control->generation + 1);
-      *reinterpret_cast<volatile uint64_t*>(&c.host->status) = c.control->generation + 1;
-      return false;
-    }
-    if (looks) lost = *reinterpret_cast<volatile uint32_t*>(&c.host->lost[peer]);
-    over = lost != 0 || now - start > (inside ? c.control->timeout_ns : c.control->busy_ns);
+    state = keep_waiting(c, peer, epoch, inside, &waited);
+    if (state == Wait::end) return false;
   }
 }
 __device__ __forceinline__ bool wait_for_word(const Common& c, Phase phase, int peer, uint32_t epoch, bool inside, const uint4* p, uint4* word) {
@@ -71,8 +87,7 @@ __device__ __forceinline__ bool wait_for_word(const Common& c, Phase phase, int 
 __device__ __forceinline__ void clear_expired() {
   if (thread() == 0) expired().claimed = 0;
 }
-__device__ __forceinline__ void tell_expired(const Common& c, uint32_t epoch) {
-  if (thread() != 0 || expired().claimed == 0) return;
+__device__ __noinline__ inline void report_expired(const Common& c, uint32_t epoch) {
   decltype(HostWords::record) r{};
   r.state = expired().lost ? kLostPeer : kExpired;
   r.value = expired().lost;
@@ -82,23 +97,34 @@ __device__ __forceinline__ void tell_expired(const Common& c, uint32_t epoch) {
   r.seen = expired().seen;
   give_up(c, r);
 }
+__device__ __forceinline__ void tell_expired(const Common& c, uint32_t epoch) {
+  if (thread() == 0 && expired().claimed) report_expired(c, epoch);
+}
 
 struct Start {
   Call call;
   bool over;  ///< nothing should be done
 };
-/// What a kernel must know first. The loads do not wait for each other.
-__device__ __forceinline__ Start start_of(const Common& c) {
-  const uint32_t before = *reinterpret_cast<const volatile uint32_t*>(&c.lane_control->epoch[block() % kMaxChannels]);
-  const uint32_t failed = *reinterpret_cast<const volatile uint32_t*>(&c.lane_control->failed);
-  const uint64_t status = load_relaxed(status_of(c, c.team.rank));
-  const uint64_t generation = *reinterpret_cast<const volatile uint64_t*>(&c.control->generation);
-  const uint32_t epoch = before + 1;
+/// What a kernel must know first, asked for and not looked at: the loads do not wait for each other, nor what comes after for them.
+struct Asked {
+  uint32_t before, failed;
+  uint64_t status, generation;
+};
+__device__ __forceinline__ Asked ask_start(const Common& c) {
+  Asked a;
+  a.before = *reinterpret_cast<const volatile uint32_t*>(&c.lane_control->epoch[block() % kMaxChannels]);
+  a.failed = *reinterpret_cast<const volatile uint32_t*>(&c.lane_control->failed);
+  a.status = load_relaxed(status_of(c, c.team.rank));
+  a.generation = *reinterpret_cast<const volatile uint64_t*>(&c.control->generation);
+  return a;
+}
+__device__ __forceinline__ Start start_of(const Common& c, const Asked& asked) {
+  const uint32_t epoch = asked.before + 1;
   const Call call{epoch, static_cast<int>(epoch % static_cast<uint32_t>(c.arena.depth))};
   if (thread() == 0) *reinterpret_cast<volatile uint32_t*>(&c.lane_control->started[block()]) = epoch;
   clear_next_tickets(c, call);
   clear_expired();
-  const bool over = failed == epoch || status > generation;
+  const bool over = asked.failed == epoch || asked.status > asked.generation;
   return {call, over && is_over(c, call)};
 }
 
@@ -174,7 +200,7 @@ __device__ __forceinline__ const uint4* header_words(const Common& c, Call call,
 }
 
 /// The header of a call without counts, by one warp.
-__device__ __forceinline__ void send_facts(const Common& c, Call call, bool refused, FactWords* facts) {
+__device__ __noinline__ inline void send_facts(const Common& c, Call call, bool refused, FactWords* facts) {
   constexpr int kNum = (HeaderInts::kRows + kWordPayload - 1) / kWordPayload;
   if (lane_id() == 0) fill_facts(c, call.epoch, refused, 0, facts);
   __syncwarp();

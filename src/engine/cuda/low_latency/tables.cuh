@@ -44,7 +44,7 @@ struct Tables {
   int32_t* offset;    ///< [max_local + 1] where the group begins
   int32_t* scratch;
 };
-__device__ __forceinline__ Tables tables_at(const DispatchArgs& a, const SharedPlan& p, std::byte* memory) {
+__device__ __forceinline__ Tables tables_at(const AnyDispatch auto& a, const SharedPlan& p, std::byte* memory) {
   const int most_local = a.common.max_local;
   auto* counts = reinterpret_cast<int32_t*>(memory + p.counts);
   Tables t;
@@ -68,7 +68,7 @@ struct Admission {
 };
 
 /// Entry `i` of topk_idx; -2: no expert. Of 64-bit ids the lower half says it: block 0 looks at the upper ones, too (send_counts).
-__device__ __forceinline__ int id_of(const DispatchArgs& a, int64_t i) {
+__device__ __forceinline__ int id_of(const AnyDispatch auto& a, int64_t i) {
   const int id = __ldg(static_cast<const int32_t*>(a.topk_idx) + (i << (a.ids_are_64 ? 1 : 0)));
   return static_cast<uint32_t>(id + 1) <= static_cast<uint32_t>(a.common.num_experts) ? id : -2;
 }
@@ -79,7 +79,7 @@ __device__ __forceinline__ int padded(int n, int alignment) { return (n + alignm
 struct HeaderItems {
   int first, per_source, num;
 
-  __device__ explicit HeaderItems(const DispatchArgs& a) {
+  __device__ explicit HeaderItems(const AnyDispatch auto& a) {
     const int ranks = a.common.team.num_ranks, local = a.num_local, begin = HeaderInts::experts(ranks);
     first = begin / kWordPayload;
     per_source = 2 + (local > 0 ? (begin + local - 1) / kWordPayload - first + 1 : 0);
@@ -110,7 +110,7 @@ __device__ inline bool wait_for_header(const Common& c, Call call, int source, i
 }
 
 /// Counts that the headers bring; `seen`: this thread's first item. False: given up.
-__device__ inline bool gather_counts(const DispatchArgs& a, Call call, const Tables& t, Admission* m, const HeaderItems& items, uint4 seen) {
+__device__ inline bool gather_counts(const AnyDispatch auto& a, Call call, const Tables& t, Admission* m, const HeaderItems& items, uint4 seen) {
   const Common& c = a.common;
   const int ranks = c.team.num_ranks, local = a.num_local;
   bool good = true;
@@ -151,8 +151,8 @@ __device__ __forceinline__ bool remote_pair(const DispatchArgs& a, Call call, co
 
 /// Goes through the rows of source `s` from its first on and adds their pairs to `admitted`, until `most_rows` rows are done or, if
 /// `capacity` >= 0, a pair does not fit. Rare, so one thread does it. False: given up.
-__device__ __noinline__ bool walk(const DispatchArgs& a, Call call, RowFormat f, Tables t, Admission* m, int s, int most_rows, int64_t used,
-                                  int64_t capacity) {
+__device__ __noinline__ inline bool walk(const DispatchArgs& a, Call call, RowFormat f, Tables t, Admission* m, int s, int most_rows, int64_t used,
+                                         int64_t capacity) {
   const Common& c = a.common;
   const int topk = a.num_topk;
   const bool own = s == c.team.rank;
@@ -240,7 +240,7 @@ __device__ __forceinline__ int block_sum(int v) {
 }
 
 /// From counts to places. False: given up.
-__device__ inline bool admit(const DispatchArgs& a, Call call, const RowFormat& f, const Tables& t, Admission* m) {
+__device__ inline bool admit(const AnyDispatch auto& a, Call call, const RowFormat& f, const Tables& t, Admission* m) {
   const int ranks = a.common.team.num_ranks, local = a.num_local, most_local = a.common.max_local;
   if (thread() == num_threads() - 1) {  // whose warp has least to do below
     int asked = 0;

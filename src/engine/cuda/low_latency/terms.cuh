@@ -6,8 +6,9 @@
 namespace turnout::engine::cuda::low_latency {
 
 /// What the warps of a combine share.
+template <class Args>
 struct Work {
-  const CombineArgs& a;
+  const Args& a;
   Call call;
   PartialFormat f;
   const int32_t* begins;       ///< [R + 1] received rows of each source
@@ -23,12 +24,12 @@ struct Terms {
   int32_t row[kHalves];
   float weight[kHalves];
 };
-__device__ __forceinline__ float weight_at(const CombineArgs& a, int64_t row) {
+__device__ __forceinline__ float weight_at(const AnyCombine auto& a, int64_t row) {
   return a.weights_are_bf16 ? core::bf16_to_float(static_cast<const uint16_t*>(a.weights)[row]) : static_cast<const float*>(a.weights)[row];
 }
 /// Asked for first and looked at later: `row` and source weights of received row `n`, if n >= 0.
 template <int kHalves>
-__device__ __forceinline__ Terms<kHalves> ask_terms(const CombineArgs& a, int n) {
+__device__ __forceinline__ Terms<kHalves> ask_terms(const AnyCombine auto& a, int n) {
   Terms<kHalves> t;
   t.mask = 0;
 #pragma unroll
@@ -44,7 +45,7 @@ __device__ __forceinline__ Terms<kHalves> ask_terms(const CombineArgs& a, int n)
   return t;
 }
 template <int kHalves>
-__device__ __forceinline__ Terms<kHalves> terms_of(const CombineArgs& a, int n, Terms<kHalves> t) {
+__device__ __forceinline__ Terms<kHalves> terms_of(const AnyCombine auto& a, int n, Terms<kHalves> t) {
 #pragma unroll
   for (int h = 0; h < kHalves; ++h) {
     if (h * 32 >= a.num_topk) break;
@@ -64,7 +65,7 @@ __device__ __forceinline__ T entry_of(const T (&v)[kHalves], int k) {
 
 /// Terms that are added. A row of rank_major is its rank's partial already.
 template <int kHalves>
-__device__ __forceinline__ uint64_t terms_to_add(const CombineArgs& a, const Terms<kHalves>& t) {
+__device__ __forceinline__ uint64_t terms_to_add(const AnyCombine auto& a, const Terms<kHalves>& t) {
   return a.layout == Layout::rank_major ? t.mask & (~t.mask + 1) : t.mask;
 }
 
@@ -84,7 +85,7 @@ struct Fetched {
 };
 /// Asks for the terms of a row; false: they are too many, or there are none. Every warp of units calls it.
 template <int kHalves>
-__device__ __forceinline__ bool fetch(const Work& w, const Terms<kHalves>& t, const Fetched& to, int num_fetching) {
+__device__ __forceinline__ bool fetch(const auto& w, const Terms<kHalves>& t, const Fetched& to, int num_fetching) {
   if constexpr (!kHasBulk) return false;
   const uint64_t all = terms_to_add(w.a, t);
   if (all == 0 || __popcll(static_cast<long long>(all)) > to.num) return false;
@@ -101,7 +102,7 @@ __device__ __forceinline__ bool fetch(const Work& w, const Terms<kHalves>& t, co
 /// Sum of the terms of a row, a unit of it, rounded. `fetched`: where they are, if fetch() has said so. The whole warp calls it. All loads of a batch
 /// come before their first use. -0 + x is x for every x, so a sum may start there.
 template <DType kType, bool kFast, int kHalves>
-__device__ __forceinline__ void sum_terms(const Work& w, const Terms<kHalves>& t, bool is_fetched, const Fetched& fetched, const Place& place,
+__device__ __forceinline__ void sum_terms(const auto& w, const Terms<kHalves>& t, bool is_fetched, const Fetched& fetched, const Place& place,
                                           uint32_t* out) {
   // What can be fetched need not be in registers; ptxas needs more of them for sm_100.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
@@ -110,7 +111,7 @@ __device__ __forceinline__ void sum_terms(const Work& w, const Terms<kHalves>& t
   constexpr int kWithBulk = 4;
 #endif
   constexpr int kBatch = !kFast || kType == DType::fp32 ? 1 : kHasBulk ? kWithBulk : 6;
-  const CombineArgs& a = w.a;
+  const auto& a = w.a;
   float sum[kUnit];
 #pragma unroll
   for (int i = 0; i < kUnit; ++i) sum[i] = -0.0f;

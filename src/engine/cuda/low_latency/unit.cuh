@@ -50,7 +50,7 @@ struct Place {
   int32_t at[3], left[3];
 };
 template <DType kType>
-__device__ __forceinline__ Place place_of(const CombineArgs& a, int unit, int units, bool active) {
+__device__ __forceinline__ Place place_of(const AnyCombine auto& a, int unit, int units, bool active) {
   Place p;
 #pragma unroll
   for (int j = 0; j < 3; ++j) {

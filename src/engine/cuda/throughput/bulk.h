@@ -10,6 +10,8 @@ namespace turnout::engine::cuda {
 bool has_bulk();
 
 bool can_move_bulk(const DispatchArgs& args);
+/// Whether it could, if x were quantised first.
+bool can_quantize_ahead(const DispatchArgs& args);
 bool can_combine_bulk(const CombineArgs& args);
 
 }  // namespace turnout::engine::cuda

@@ -1,14 +1,16 @@
 // Combine of two-byte floats by bulk copies. In each block one warp looks up which rows come next (scout), one brings them to a ring in
 // shared memory (loader), fourteen sum them, one announces what has been sent. A block first sums rows for other ranks and writes the
 // partial sums to them; its own tokens come so much later that the partial sums of the others are here by then. Sums and roundings
-// are those of combine.cu.
+// are those of combine.cu. On few blocks, rows that need no sum on the expert's side are sent by a warp and a ring of their own
+// (combine_push.cuh), and own tokens are summed as soon as what they need has come.
 //
-// Items are taken by ticket in ascending order, and a token's turn comes only when the partial sums that the others need up to there,
-// and some more, have been taken before it in the same ring or by other blocks. So of all that wait, the block with the smallest token
-// waits for a partial sum that nobody's wait holds up: no grid is too large for the SMs that are free.
+// Items are taken by ticket in ascending order. Where one ring serves both, a token's turn comes only when the partial sums that the
+// others need up to there, and some more, have been taken before it in the same ring or by other blocks. So of all that wait, the block
+// with the smallest token waits for a partial sum that nobody's wait holds up: no grid is too large for the SMs that are free.
 #include "engine/cuda/kernels.h"
 #include "engine/cuda/launch.h"
 #include "engine/cuda/throughput/bulk.h"
+#include "engine/cuda/throughput/combine_push.cuh"
 #include "engine/cuda/throughput/combine_rows.cuh"
 
 namespace turnout::engine::cuda {
@@ -21,11 +23,11 @@ using namespace bulk;
 
 /// Tells the other ranks of partial sums that all summers have written. A system fence waits for the stores of its SM: none of them
 /// executes one.
-__device__ void announce(const CombineArgs& a, Shared& sh, Call call) {
+__device__ void announce(const CombineArgs& a, Shared& sh, int posters, Call call) {
   const Common& c = a.common;
   uint32_t told = 0;
   for (;;) {
-    const uint32_t total = sh.num_pushes, have = __reduce_min_sync(kFull, lane_id() < kSummers ? sh.posted[lane_id()] : ~0u);
+    const uint32_t total = sh.num_pushes, have = __reduce_min_sync(kFull, lane_id() < posters ? sh.posted[lane_id()] : ~0u);
     if (have != told) {
       __threadfence_block();
       fence_system();
@@ -53,6 +55,7 @@ __device__ bool set_up(const CombineArgs& a, const CombineShape& p, Shared& sh, 
     sh.record_begin[r] = a.routing.record_begin[r];
   }
   if (tid < p.stages) barrier_init(&sh.full[tid], 1), barrier_init(&sh.empty[tid], kSummers);
+  if (tid < p.push_stages) barrier_init(&sh.push_full[tid], 1);
   if (tid < 2) barrier_init(&sh.batch_full[tid], 1), barrier_init(&sh.batch_empty[tid], 1);
   if (tid < kSummers) sh.posted[tid] = 0;
   if (tid == 0) sh.told = 0, sh.num_pushes = ~0u, sh.stopped = 0;
@@ -73,8 +76,9 @@ __global__ void __launch_bounds__(kThreads, 1) bulk_combine_kernel(const __grid_
   if (started) {
     if (warp_id() == kScout) Scout(a, p, sh, call).run();
     else if (warp_id() == kLoader) Loader(a, p, sh, ring, call).run();
-    else if (warp_id() == kAnnouncer) announce(a, sh, call);
-    else Summer<kBf16, kEach>(a).run(p, sh, ring);
+    else if (warp_id() == kAnnouncer) announce(a, sh, p.push_stages ? 1 : kSummers, call);
+    else if (warp_id() != kPusher) Summer<kBf16, kEach>(a).run(p, sh, ring);
+    else if (p.push_stages) Pusher(a, p, sh, ring + static_cast<int64_t>(p.stages) * p.stage_bytes, call).run();
   }
   if (__syncthreads_or(!started || is_over(c, call))) {
     poison(a, static_cast<int64_t>(blockIdx.x) * num_warps() + warp_id(), static_cast<int64_t>(gridDim.x) * num_warps());
@@ -100,7 +104,8 @@ bool aligned(const void* p, int64_t a) { return (reinterpret_cast<uintptr_t>(p) 
 bool can_combine_bulk(const CombineArgs& a) {
   if (!has_bulk() || (a.dtype != DType::bf16 && a.dtype != DType::fp16) || a.wire != Wire::payload || a.has_side || a.node_of_rank) return false;
   if (a.num_topk > 32 || a.num_tokens >= 1 << 24 || a.hidden % 8 != 0 || a.hidden < 8 || each_of(a.hidden) == 0) return false;
-  return aligned(a.y, a.y_stride) && aligned(a.out, a.out_stride) && combine_shape(a, 1).stages >= 6;
+  const CombineShape p = combine_shape(a, 1);
+  return aligned(a.y, a.y_stride) && aligned(a.out, a.out_stride) && p.stages + p.push_stages >= 6;
 }
 
 cudaError_t launch_combine_bulk(const CombineArgs& a, int blocks, cudaStream_t stream) {
@@ -111,11 +116,7 @@ cudaError_t launch_combine_bulk(const CombineArgs& a, int blocks, cudaStream_t s
 cudaError_t prepare_combine_bulk() {
   for (const int each : {1, 2, 3}) {
     for (const Kernel kernel : {kernel_of<true>(each), kernel_of<false>(each)}) {
-      cudaFuncAttributes unused;
-      const auto* address = reinterpret_cast<const void*>(kernel);
-      const cudaError_t bad = has_bulk() ? cudaFuncSetAttribute(address, cudaFuncAttributeMaxDynamicSharedMemorySize, kRingBytes)
-                                         : cudaFuncGetAttributes(&unused, address);
-      if (bad) return bad;
+      if (const cudaError_t bad = load_kernel(reinterpret_cast<const void*>(kernel), has_bulk() ? kRingBytes : 0)) return bad;
     }
   }
   return cudaSuccess;

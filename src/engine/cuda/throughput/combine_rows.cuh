@@ -16,7 +16,8 @@ class Loader {
       Batch& b = sh_.batch[n % 2];
       barrier_wait(&sh_.batch_full[n % 2], static_cast<uint32_t>(n / 2) & 1);
       if (b.last) break;
-      look(b);
+      if (p_.push_stages) good = await(b);
+      else look(b);
       for (int first = 0; good && first < b.num_entries; first += kAtOnce) good = issue(b, first);
       __syncwarp();
       if (good && lane_id() < b.num_tokens) a_.num_lost[b.token[lane_id()]] = __popc(b.asked[lane_id()] & ~b.present[lane_id()]);
@@ -29,7 +30,7 @@ class Loader {
       const int slot = num_issued_ % p_.stages;
       sh_.tag[slot] = kStop;
       barrier_expect(&sh_.full[slot], 0);
-      sh_.num_pushes = num_pushes_;
+      if (!p_.push_stages) sh_.num_pushes = num_pushes_;
     }
   }
 
@@ -61,6 +62,23 @@ class Loader {
     }
     if (__any_sync(kFull, any)) fence_global_to_bulk();
     __syncwarp();
+  }
+  /// Nothing is ahead of what comes: until all of the batch is here, and one fence for it, in the time of the rows in the ring. False: given up.
+  __device__ bool await(Batch& b) {
+    bool any = false, good = true;
+    for (int i = lane_id(); i < b.num_entries; i += 32) {
+      Entry& e = b.entries[i];
+      if (!e.signal) continue;
+      uint32_t mask = 0;
+      good = good && wait_signal(a_.common, Phase::partials, peer_of(e.signal), call_.epoch, true, e.signal, &mask);
+      atomicOr(&b.present[e.tag & kItemMask], mask);
+      if (!mask) e.tag &= ~kRow;
+      e.signal = nullptr;
+      any = true;
+    }
+    if (__any_sync(kFull, any)) fence_global_to_bulk();
+    __syncwarp();
+    return __all_sync(kFull, good);
   }
   /// A few entries, a lane each: those that are here, then those that must arrive. False: given up.
   __device__ bool issue(Batch& b, int first) {

@@ -8,11 +8,12 @@
 
 namespace turnout::engine::cuda::bulk {
 
-inline constexpr int kSummers = 14, kThreads = (kSummers + 3) * 32, kSumThreads = kSummers * 32;
+inline constexpr int kSummers = 14, kThreads = (kSummers + 4) * 32, kSumThreads = kSummers * 32;
 
 #ifdef TURNOUT_HAS_BULK
-inline constexpr int kAnnouncer = kSummers, kLoader = kSummers + 1, kScout = kSummers + 2;
+inline constexpr int kAnnouncer = kSummers, kLoader = kSummers + 1, kScout = kSummers + 2, kPusher = kSummers + 3;
 inline constexpr int kMostStages = kMostCombineStages, kBatchItems = 8, kBatchPairs = 64, kPushRoom = 128;
+inline constexpr int kLeastRun = 2;
 inline constexpr int kAtOnce = 4;  ///< rows that the loader starts together: few, so that the ring never runs dry
 
 enum Tag : uint32_t { kItemMask = 7, kRow = 8, kWeighted = 16, kEndPart = 32, kEndItem = 64, kPush = 128, kStop = 256 };
@@ -36,6 +37,8 @@ struct Shared {
   uint64_t empty[kMostStages];
   uint64_t batch_full[2], batch_empty[2];
   Batch batch[2];
+  uint64_t push_full[kMostPushStages];  ///< of the pusher's own ring
+  std::byte* push_record[kMostPushStages];
   std::byte* to[kMostStages];
   float weight[kMostStages];
   uint32_t tag[kMostStages];
@@ -61,13 +64,22 @@ struct PushList {
 class Scout {
  public:
   __device__ Scout(const CombineArgs& a, const CombineShape& p, Shared& sh, Call call)
-      : a_(a), sh_(sh), call_(call), lead_(p.lead), batch_(p.batch), k_(a.num_topk), me_(a.common.team.rank), ranks_(a.common.team.num_ranks) {}
+      : a_(a),
+        sh_(sh),
+        call_(call),
+        lead_(p.lead),
+        batch_(p.batch),
+        pushes_(p.push_stages == 0),
+        k_(a.num_topk),
+        me_(a.common.team.rank),
+        ranks_(a.common.team.num_ranks) {}
 
   __device__ void run() {
     const PushList list(sh_, ranks_, me_);
     uint32_t* tickets = a_.common.lane_control->tickets[call_.copy];
     const int blocks = static_cast<int>(gridDim.x), most = min(batch_, kBatchPairs / k_);
-    Tickets push(tickets + kPushTicket, list.size(), blocks, most), own(tickets + kReduceTicket, static_cast<int>(a_.num_tokens), blocks, most);
+    Tickets push, own(tickets + kReduceTicket, static_cast<int>(a_.num_tokens), blocks, most, pushes_ ? 1 : min(kLeastRun, most));
+    if (pushes_) push = Tickets(tickets + kPushTicket, list.size(), blocks, most);
     for (int n = 0;; ++n) {
       Batch& b = sh_.batch[n % 2];
       if (n >= 2) barrier_wait(&sh_.batch_empty[n % 2], static_cast<uint32_t>(n / 2 - 1) & 1);
@@ -240,7 +252,9 @@ class Scout {
   const CombineArgs& a_;
   Shared& sh_;
   Call call_;
-  int lead_, batch_, k_, me_, ranks_;
+  int lead_, batch_;
+  bool pushes_;  ///< not another warp
+  int k_, me_, ranks_;
   uint32_t num_pushes_ = 0;
 };
 #endif

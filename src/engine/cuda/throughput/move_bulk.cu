@@ -6,6 +6,7 @@
 #include "engine/cuda/launch.h"
 #include "engine/cuda/throughput/bulk.h"
 #include "engine/cuda/throughput/move_send.cuh"
+#include "engine/cuda/throughput/take_rows.cuh"
 
 namespace turnout::engine::cuda {
 namespace {
@@ -16,7 +17,8 @@ using move::kThreads;
 using namespace move;
 
 /// Lays out one row at all its places; lane k knows the k-th (and the one 32 further).
-__device__ __forceinline__ void place_stage(const DispatchArgs& a, const MoveShape& p, const std::byte* stage, const int (&to)[2], uint64_t policy) {
+__device__ __forceinline__ void place_stage(const DispatchArgs& a, const MoveShape& p, const std::byte* stage, const int (&to)[2]) {
+  const uint64_t policy = evict_first_policy();
   // What lies beside rows shares lines with its neighbours, which come later: those lines stay in L2 until they are full.
   for (int h = 0; h < 2; ++h) {
     if (to[h] < 0) continue;
@@ -30,65 +32,128 @@ __device__ __forceinline__ void place_stage(const DispatchArgs& a, const MoveSha
 }
 
 /// Where entry k of an own token goes, once all counts are known: what the admit kernel will write to `position`.
-__device__ __forceinline__ int own_place(const DispatchArgs& a, int row, int64_t token, int k) {
+__device__ __forceinline__ int own_place(const DispatchArgs& a, int row, int token, int k) {
   const Routing& r = a.routing;
-  const int64_t pair = token * a.num_topk + k;
+  const int64_t pair = static_cast<int64_t>(token) * a.num_topk + k;
   const int dest = __ldcg(r.dest + pair), id = __ldcg(r.topk_idx + pair), index = __ldcg(r.pair_index + pair);
   if (dest != a.common.team.rank) return -1;
-  const int e = __ldg(a.common.experts->local + id);
-  const int64_t nth = static_cast<int64_t>(__ldcg(r.expert_base + dest * a.num_local + e)) + index;
-  return is_admitted(a, nth, row, k, __ldcg(r.cut), __ldcg(r.cut + 1)) ? static_cast<int>(__ldcg(r.expert_offsets + e) + nth) : -1;
+  const int e = __ldg(a.common.local + id);
+  // Tables of the admit kernel: complete, and no SM has looked at them before kCounted, so what lies in its L1 is good for all rows.
+  const int64_t nth = static_cast<int64_t>(r.expert_base[dest * a.num_local + e]) + index;
+  return is_admitted(a, nth, row, k, r.cut[0], r.cut[1]) ? static_cast<int>(r.expert_offsets[e] + nth) : -1;
 }
 
-/// A warp lays out rows of one kind, those that stay (kOwn) or those that arrive, until no tickets are left. False: given up.
-template <bool kOwn>
-__device__ bool lay_out(const DispatchArgs& a, const MoveShape& p, const Shared& sh, std::byte* my, int warps, int* slot, Call call) {
+/// Where entries k and k + 32 of a received row go, k being the lane; `token` >= 0: of a row that stays.
+__device__ __forceinline__ void find_places(const DispatchArgs& a, int row, int token, int (&to)[2]) {
+  to[0] = lane_id() == 0 ? row : -1;
+  to[1] = -1;
+  if (a.layout == Layout::rank_major) return;
+  for (int h = 0; h < 2; ++h) {
+    const int k = h * 32 + lane_id();
+    if (k >= a.num_topk) to[h] = -1;
+    else if (token >= 0 && a.chained) to[h] = own_place(a, row, token, k);
+    else to[h] = __ldcg(a.routing.position + static_cast<int64_t>(row) * a.num_topk + k);
+  }
+}
+
+/// A warp that lays out rows: its part of the ring.
+struct Worker {
+  std::byte* ring;
+  uint64_t* full;
+  int slot = 0;
+  uint32_t phases = 0;  ///< of the barriers, a bit each
+
+  __device__ Worker(const MoveShape& p, Shared& sh, std::byte* all)
+      : ring(all + static_cast<int64_t>(warp_id()) * p.work_ring * p.stage_bytes), full(sh.own + warp_id() * kMostWorkRing) {}
+  __device__ std::byte* stage(const MoveShape& p) const { return ring + static_cast<int64_t>(slot) * p.stage_bytes; }
+  __device__ void advance(const MoveShape& p) { slot = slot + 1 == p.work_ring ? 0 : slot + 1; }
+};
+
+/// After a row has been laid out: whoever counts rows is told.
+__device__ __forceinline__ void count_arrival(const DispatchArgs& a, int source) {
+  bulk_commit();
+  if (!a.arrived) return;
+  bulk_wait<0>();
+  __syncwarp();
+  if (lane_id() != 0) return;
+  __threadfence_system();
+  atomicAdd_system(reinterpret_cast<unsigned long long*>(&a.arrived[source]), 1ull);
+}
+
+/// A warp lays out rows that stay, until no tickets are left. Bulk loads bring the next row while one is laid out.
+__device__ void lay_out_own(const DispatchArgs& a, const MoveShape& p, const Shared& sh, Worker* w, int warps, Call call) {
+  const int me = a.common.team.rank;
+  Tickets tickets(&a.common.lane_control->tickets[call.copy][kOwnTicket], sh.begins[me + 1] - sh.begins[me], warps, 1);
+  const auto load = [&](int item) {
+    if (item < 0) return -1;
+    const int token = __ldcg(a.routing.own_tokens + item);
+    bulk_wait_read_at_most(p.work_ring - 2);  // the row before is not stored yet
+    __syncwarp();
+    load_stage(a, p, w->stage(p), w->full + w->slot, token);
+    return token;
+  };
+  int item = tickets.take();
+  int token = load(item);
+  while (item >= 0) {
+    std::byte* stage = w->stage(p);
+    const int slot = w->slot;
+    w->advance(p);
+    const int next = tickets.take();
+    const int next_token = load(next);
+    int to[2];
+    find_places(a, sh.begins[me] + item, token, to);
+    barrier_wait(w->full + slot, w->phases >> slot & 1);
+    w->phases ^= 1u << slot;
+    place_stage(a, p, stage, to);
+    count_arrival(a, me);
+    item = next;
+    token = next_token;
+  }
+}
+
+/// The same for rows that arrive. False: given up.
+__device__ bool lay_out_arrived(const DispatchArgs& a, const MoveShape& p, const Shared& sh, Worker* w, int warps, Call call) {
   const Common& c = a.common;
   const int me = c.team.rank, others = c.team.num_ranks - 1;
-  if (!kOwn && a.chained) wait_for_previous();  // for the places of what arrives
+  if (a.chained && a.layout != Layout::rank_major) wait_for_previous();  // for the places
   int most = 0;
   for (int s = 0; s < c.team.num_ranks; ++s) most = s == me ? most : max(most, sh.begins[s + 1] - sh.begins[s]);
-  Tickets tickets(&c.lane_control->tickets[call.copy][kOwn ? kOwnTicket : kRowTicket], kOwn ? sh.begins[me + 1] - sh.begins[me] : most * others,
-                  warps, 1);
-  const uint64_t policy = evict_first_policy();
+  Tickets tickets(&c.lane_control->tickets[call.copy][kRowTicket], most * others, warps, 1);
   for (;;) {
     const int item = tickets.take();
     if (item < 0) return true;
-    const int s = kOwn ? me : (me + 1 + item % others) % c.team.num_ranks, i = kOwn ? item : item / others;
-    const int row = sh.begins[s] + i;
+    const int s = (me + 1 + item % others) % c.team.num_ranks, i = item / others, row = sh.begins[s] + i;
     if (row >= sh.begins[s + 1]) continue;
-    const int64_t token = kOwn ? __ldcg(a.routing.own_tokens + i) : -1;
-    int to[2] = {lane_id() == 0 ? row : -1, -1};
-    for (int h = 0; h < 2 && a.layout != Layout::rank_major; ++h) {
-      const int k = h * 32 + lane_id();
-      if (k >= a.num_topk) to[h] = -1;
-      else if (kOwn && a.chained) to[h] = own_place(a, row, token, k);
-      else to[h] = __ldcg(a.routing.position + static_cast<int64_t>(row) * a.num_topk + k);
-    }
+    int to[2];
+    find_places(a, row, -1, to);
     bool came = true;
-    if (!kOwn && lane_id() == 0) {
+    if (lane_id() == 0) {
       const std::byte* signal = c.team.base[me] + c.arena.row_at(c.lane, call.copy, s, i);
       came = wait_signal(c, Phase::rows, s, call.epoch, true, reinterpret_cast<const uint64_t*>(signal), nullptr);
     }
     if (!__shfl_sync(kFull, came, 0)) return false;
     bulk_wait_read_at_most(p.work_ring - 1);
     __syncwarp();
-    std::byte* stage = my + static_cast<int64_t>(*slot) * p.stage_bytes;
-    *slot = *slot + 1 == p.work_ring ? 0 : *slot + 1;
-    if (kOwn) fetch_token(a, p, token, stage);
-    else fetch_arrived(a, p, row, stage);
+    std::byte* stage = w->stage(p);
+    w->advance(p);
+    fetch_arrived(a, p, row, stage);
     fence_shared_to_bulk();
     __syncwarp();
-    place_stage(a, p, stage, to, policy);
-    bulk_commit();
-    if (!a.arrived) continue;
-    bulk_wait<0>();
-    __syncwarp();
-    if (lane_id() == 0) {
-      __threadfence_system();
-      atomicAdd_system(reinterpret_cast<unsigned long long*>(&a.arrived[s]), 1ull);
-    }
+    place_stage(a, p, stage, to);
+    count_arrival(a, s);
   }
+}
+
+/// The same for rows that arrive in memory of the host.
+__device__ bool take_arrived(const DispatchArgs& a, const MoveShape& p, Shared& sh, std::byte* ring, Call call) {
+  if (a.chained && a.layout != Layout::rank_major) wait_for_previous();  // for the places
+  Taker taker(a, p, sh, ring, call);
+  return taker.run([&](int row, int source, const std::byte* stage) {
+    int to[2];
+    find_places(a, row, -1, to);
+    place_stage(a, p, stage, to);
+    count_arrival(a, source);
+  });
 }
 
 /// Padding of expert_major groups is zero. The warps that lay no rows out do it.
@@ -108,21 +173,27 @@ __device__ void pad_groups(const DispatchArgs& a, const MoveShape& p, const std:
 }
 
 /// `index` of `count` blocks that pad groups; -1: this one does not.
-__device__ void receive_part(const DispatchArgs& a, const MoveShape& p, const Shared& sh, std::byte* ring, int index, int count, Call call) {
+__device__ void receive_part(const DispatchArgs& a, const MoveShape& p, Shared& sh, std::byte* ring, int index, int count, Call call) {
   const int warp = warp_id(), warps = static_cast<int>(gridDim.x) * p.workers;
   const bool counted = a.chained && threadIdx.x == 0 ? wait_local(a.common, call.epoch, &a.flags[kCounted]) : true;
   if (!__syncthreads_and(counted)) return;
+  if (warp >= p.workers && p.zero_bytes && index >= 0) pad_groups(a, p, ring + p.zero_at, index, count);
+  // Through the host a few blocks take what arrives, before what is here already.
+  if (p.receivers && index < p.receivers) {
+    const bool good = warp < p.takers ? take_arrived(a, p, sh, ring, call) : true;
+    bulk_wait_read<0>();
+    if (!__syncthreads_and(good)) return bulk_wait<0>();
+  }
   if (warp < p.workers) {
-    std::byte* my = ring + static_cast<int64_t>(warp) * p.work_ring * p.stage_bytes;
-    int slot = 0;
-    // Half of the warps begin with what is here already.
+    Worker worker(p, sh, ring);
     bool good = true;
+    // Half of the warps begin with what is here already.
 #pragma unroll 1
     for (int part = 0; good && part < 2; ++part) {
-      good = (warp + part) % 2 == 0 ? lay_out<true>(a, p, sh, my, warps, &slot, call) : lay_out<false>(a, p, sh, my, warps, &slot, call);
+      if ((warp + part) % 2 == 0 || p.receivers) lay_out_own(a, p, sh, &worker, warps, call);
+      else good = lay_out_arrived(a, p, sh, &worker, warps, call);
+      if (p.receivers) break;
     }
-  } else if (p.zero_bytes && index >= 0) {
-    pad_groups(a, p, ring + p.zero_at, index, count);
   }
   bulk_wait<0>();
 }
@@ -138,20 +209,28 @@ __global__ void __launch_bounds__(kThreads, 1) bulk_move_kernel(const __grid_con
   const int blocks = static_cast<int>(gridDim.x);
   clear(p, sh, ring);
   // A block may wait only for blocks that have started: who is what goes by the order of starting.
-  const int role = kSend && !a.straight ? take_role(c, call, kSendRoleTicket) : 0;
-  const int senders = min(p.senders, blocks);
+  if (threadIdx.x == 0) {
+    sh.role = 0;
+    if (a.straight ? kReceive : kSend) {
+      sh.role = static_cast<int>(atomicAdd(&c.lane_control->tickets[call.copy][a.straight ? kReceiveRoleTicket : kSendRoleTicket], 1u));
+    }
+  }
+  bool here = true;
+  if (a.chained && a.fp8 && threadIdx.x == 32) here = wait_local(c, call.epoch, &a.flags[kQuantised]);
+  here = __syncthreads_and(here);
+  if (a.fp8) fence_global_to_bulk();
+  const int role = sh.role, senders = min(p.senders, blocks);
   const bool sends = kSend && (a.straight || role < senders);
-  __syncthreads();
   FirstRows first;
-  const bool loads = sends && a.quantize == Quantize::none && warp_id() < p.pushers;
+  const bool loads = sends && here && warp_id() < p.pushers;
   if (loads) first.load(a, p, sh, ring, call);
-  const bool ready = set_up(a, sh, call);
+  const bool ready = set_up(a, sh, call) && here;
   if (!ready && loads) first.drop(p, sh);
   if (ready) {
     if (sends) send_part(a, p, sh, ring, &first, call);
-    if (kSend && a.layout == Layout::rank_major) signal_channel(c, call);
+    if (kSend && a.layout == Layout::rank_major && !c.through_host) signal_channel(c, call);
     if (kReceive && a.straight) {
-      if (is_last_to_start(c, call)) wait_channels(a, sh.offers, sh.begins, call);
+      if (sh.role % blocks == blocks - 1) wait_channels(a, sh.offers, sh.begins, call);
     } else if (kReceive) {
       const bool all = !kSend || senders == blocks;
       if (all) receive_part(a, p, sh, ring, static_cast<int>(blockIdx.x), blocks, call);
@@ -171,14 +250,14 @@ bool aligned(const void* p, int64_t a = 0, int64_t b = 0) {
 
 }  // namespace
 
-bool can_move_bulk(const DispatchArgs& a) {
+/// `ahead`: x is quantised before.
+static bool can_move(const DispatchArgs& a, bool ahead) {
   if (!has_bulk() || a.round != 0 || a.block_rows != a.total_rows || a.x_bytes == 0 || a.num_tokens >= 1 << 25 || a.block_rows >= 1 << 25)
     return false;
-  if (!aligned(a.x, a.x_stride, a.x_bytes) || !aligned(nullptr, a.x_block_stride)) return false;
+  if (!aligned(nullptr, a.x_bytes, a.x_block_stride) || (!ahead && !aligned(a.x, a.x_stride))) return false;
   if (!a.straight && !aligned(a.out_x, a.out_stride)) return false;
   if (a.quantize != Quantize::none) {
-    const bool half = a.dtype == DType::bf16 || a.dtype == DType::fp16;
-    if (!half || a.hidden % 128 != 0 || a.scale_bytes % 16 != 0 || !aligned(a.out_scales)) return false;
+    if (!ahead || a.scale_bytes % 16 != 0 || (!a.straight && !aligned(a.out_scales))) return false;
   }
   for (int s = 0; s < a.num_side; ++s) {
     const SideArray& side = a.side[s];
@@ -187,6 +266,9 @@ bool can_move_bulk(const DispatchArgs& a) {
   const MoveShape p = move_shape(a, 1);
   return p.zero_at / p.stage_bytes >= 4;  // rows so long that no ring holds them go the general way
 }
+
+bool can_move_bulk(const DispatchArgs& a) { return can_move(a, a.fp8 != nullptr); }
+bool can_quantize_ahead(const DispatchArgs& a) { return a.quantize != Quantize::none && can_move(a, true); }
 
 cudaError_t launch_move_bulk(const DispatchArgs& a, bool send, bool receive, int blocks, cudaStream_t stream) {
   const MoveShape p = move_shape(a, blocks);
@@ -200,10 +282,7 @@ cudaError_t prepare_move_bulk() {
   for (const void* kernel :
        {reinterpret_cast<const void*>(bulk_move_kernel<true, true>), reinterpret_cast<const void*>(bulk_move_kernel<true, false>),
         reinterpret_cast<const void*>(bulk_move_kernel<false, true>)}) {
-    cudaFuncAttributes unused;
-    const cudaError_t bad =
-        has_bulk() ? cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRingBytes) : cudaFuncGetAttributes(&unused, kernel);
-    if (bad) return bad;
+    if (const cudaError_t bad = load_kernel(kernel, has_bulk() ? kRingBytes : 0)) return bad;
   }
   return cudaSuccess;
 }

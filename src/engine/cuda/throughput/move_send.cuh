@@ -14,21 +14,28 @@ inline constexpr int kThreads = 384;
 #ifdef TURNOUT_HAS_BULK
 inline constexpr int kWarps = kThreads / 32, kAnnouncer = kWarps - 1;
 inline constexpr int kMostPushers = kWarps - 1, kMostStages = 96;
+static_assert(kWarps * kMostWorkRing <= kThreads);
 inline constexpr int kQueue = 256;  ///< at least 64 for each row that is written but not yet posted
 using Queue = AnnounceQueue<kMostPushers, kQueue>;
 
 struct Shared {
   alignas(8) uint64_t full[kMostStages];
+  uint64_t own[kWarps * kMostWorkRing];             ///< the same of warps that lay out rows
+  uint64_t take[kMostStages];                       ///< and of warps that take rows from memory of the host
   std::byte *block[kMaxRanks], *scales[kMaxRanks];  ///< where this rank's rows go
   int32_t begin[kMaxRanks];
   Offer offers[kMaxRanks];
-  int32_t begins[kMaxRanks + 1];
+  int32_t begins[kMaxRanks + 1], from[kMaxRanks];
+  FirstWords told;
+  int role;  ///< of this block: of who sends, or straight, of who waits for the others
   Queue queue;
 };
 
 __device__ inline void clear(const MoveShape& p, Shared& sh, std::byte* ring) {
   sh.queue.init();
-  for (int i = static_cast<int>(threadIdx.x); i < kMostStages; i += kThreads) barrier_init(&sh.full[i], 1);
+  for (int i = static_cast<int>(threadIdx.x); i < kMaxRanks; i += kThreads) sh.begin[i] = 0;
+  for (int i = static_cast<int>(threadIdx.x); i < kMostStages; i += kThreads) barrier_init(&sh.full[i], 1), barrier_init(&sh.take[i], 1);
+  for (int i = static_cast<int>(threadIdx.x); i < kWarps * kMostWorkRing; i += kThreads) barrier_init(&sh.own[i], 1);
   for (int i = static_cast<int>(threadIdx.x) * 16; i < p.zero_bytes; i += kThreads * 16) *reinterpret_cast<uint4*>(ring + p.zero_at + i) = uint4{};
   fence_shared_to_bulk();
 }
@@ -50,6 +57,8 @@ __device__ inline bool set_up(const DispatchArgs& a, Shared& sh, Call call) {
   } else if (thread >= kThreads - kMaxChunks) {  // warps of their own for each kind of wait
     const int chunk = thread - (kThreads - kMaxChunks);
     if (chunk < num_chunks(a.num_tokens)) good = wait_local(c, call.epoch, &a.flags[kPlaced + chunk]);
+  } else if (thread >= kFirstBegins && !c.through_host) {
+    good = read_begins(c, call, thread - kFirstBegins, kThreads - kMaxChunks - kFirstBegins, sh.begin, sh.from, &sh.told);
   } else if (thread >= kFirstBegins && thread - kFirstBegins <= c.team.num_ranks) {
     const int d = thread - kFirstBegins;
     uint4 w;
@@ -62,7 +71,15 @@ __device__ inline bool set_up(const DispatchArgs& a, Shared& sh, Call call) {
     sh.block[thread] = offered_block(c, thread, sh.offers[thread]);
     sh.scales[thread] = sh.block[thread] + block_offsets(a, sh.offers[thread].rows).scales;
   }
-  return __syncthreads_and(good);
+  if (!a.chained || c.through_host) return __syncthreads_and(good);
+  if (!__syncthreads_and(good) || !all_agree(c, sh.told)) return false;
+  if (thread <= c.team.num_ranks) {
+    int64_t begin = 0;
+    for (int s = 0; s < thread; ++s) begin += sh.from[s];
+    sh.begins[thread] = static_cast<int32_t>(min(begin, a.block_rows));
+  }
+  __syncthreads();
+  return true;
 }
 
 /// Writes a row that lies in a stage to all ranks that get it; returns how many entries it has put behind `count`. Lane k takes the
@@ -132,7 +149,8 @@ struct Index {
 __device__ __forceinline__ void load_stage(const DispatchArgs& a, const MoveShape& p, std::byte* stage, uint64_t* full, int64_t token) {
   if (lane_id() == 0) {
     barrier_expect(full, static_cast<uint32_t>(p.row_bytes));
-    bulk_load(stage, a.x + token * a.x_stride, static_cast<uint32_t>(a.x_bytes), full);
+    bulk_load(stage, p.from + token * p.from_stride, static_cast<uint32_t>(a.x_bytes), full);
+    if (a.scale_bytes) bulk_load(stage + p.scales_at, a.fp8_scales + token * a.scale_bytes, static_cast<uint32_t>(a.scale_bytes), full);
 #pragma unroll 1
     for (int s = 0; s < a.num_side; ++s) {
       bulk_load(stage + p.side_at[s], a.side[s].src + token * a.side[s].src_stride, static_cast<uint32_t>(a.side[s].bytes), full);
@@ -174,15 +192,16 @@ __device__ __forceinline__ void push_rows(const DispatchArgs& a, const MoveShape
   Tickets& tickets = first.tickets;
   int issued = first.num, stored = 0, in = first.num == depth ? 0 : first.num, out = 0;
   uint32_t phase = 0, count = 0, one_ago = 0, two_ago = 0;
-  Index index;
+  Index index, first_index[FirstRows::kMost];
 #pragma unroll
   for (int j = 0; j < FirstRows::kMost; ++j) {
-    if (j >= first.num) break;
-    index.put(a, p);
-    index.load(a, first.token[j], ring + static_cast<int64_t>(first_stage + j) * p.stage_bytes);
+    if (j < first.num) first_index[j].load(a, first.token[j], ring + static_cast<int64_t>(first_stage + j) * p.stage_bytes);
   }
+#pragma unroll
+  for (int j = 0; j < FirstRows::kMost; ++j) first_index[j].put(a, p);
+  // To ask for a row is to wait for where the one before it goes: the first rows leave before the ring is full.
   for (;;) {
-    while (issued - stored < ahead) {
+    for (int n = stored == 0 ? 2 : 0; n < 2 && issued - stored < ahead; ++n) {
       const int token = tickets.take();
       if (token < 0) break;
       bulk_wait_read_at_most(depth - ahead - 1);
@@ -216,48 +235,13 @@ __device__ __forceinline__ void push_rows(const DispatchArgs& a, const MoveShape
   if (kAnnounce && lane_id() == 0) sh.queue.post(warp, count | Queue::kDone);
 }
 
-/// The same with rows quantised on their way: through registers to the stage.
-template <bool kAnnounce>
-__device__ void push_quantised(const DispatchArgs& a, const MoveShape& p, Shared& sh, std::byte* ring, Call call) {
-  const int warp = warp_id(), depth = p.push_ring;
-  Tickets tickets(&a.common.lane_control->tickets[call.copy][kTokenTicket], static_cast<int>(a.num_tokens), p.senders * p.pushers, 4);
-  int slot = 0;
-  uint32_t count = 0;
-  for (;;) {
-    const int token = tickets.take();
-    if (token < 0) break;
-    std::byte* stage = ring + static_cast<int64_t>(warp * depth + slot) * p.stage_bytes;
-    slot = slot + 1 == depth ? 0 : slot + 1;
-    bulk_wait_read_at_most(depth - 1);
-    __syncwarp();
-    Index index;
-    index.load(a, token, stage);
-    fetch_token(a, p, token, stage);
-    index.put(a, p);
-    fence_shared_to_bulk();
-    __syncwarp();
-    const uint32_t before = count;
-    count += send_stage<kAnnounce>(a, p, sh, stage, count);
-    bulk_commit();
-    if (kAnnounce && before) {
-      bulk_wait<1>();
-      __syncwarp();
-      if (lane_id() == 0) sh.queue.post(warp, before);
-    }
-  }
-  bulk_wait<0>();
-  __syncwarp();
-  if (kAnnounce && lane_id() == 0) sh.queue.post(warp, count | Queue::kDone);
-}
-
 __device__ __forceinline__ void send_part(const DispatchArgs& a, const MoveShape& p, Shared& sh, std::byte* ring, FirstRows* first, Call call) {
-  const bool quantised = a.quantize != Quantize::none;
   // Who lays rows out wants to know of each.
   bool all_stay = true;
   for (int d = 0; d < a.common.team.num_ranks; ++d) all_stay = all_stay && (d == a.common.team.rank || sh.offers[d].rows_stay());
   if (warp_id() < p.pushers) {
-    if (all_stay) quantised ? push_quantised<false>(a, p, sh, ring, call) : push_rows<false>(a, p, sh, ring, *first);
-    else quantised ? push_quantised<true>(a, p, sh, ring, call) : push_rows<true>(a, p, sh, ring, *first);
+    if (all_stay) push_rows<false>(a, p, sh, ring, *first);
+    else push_rows<true>(a, p, sh, ring, *first);
   } else if (!all_stay && warp_id() == kAnnouncer) {
     sh.queue.announce(a.common, call, p.pushers);
   }

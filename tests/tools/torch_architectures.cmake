@@ -1,0 +1,26 @@
+# TORCH_CUDA_ARCH_LIST in CMake's terms; what cannot be one is refused in words. With LIST it only translates.
+include(${SOURCE_DIR}/cmake/TorchArchitectures.cmake)
+if(DEFINED LIST)
+  turnout_torch_architectures("${LIST}" ignored)
+  return()
+endif()
+
+function(expect list wanted)
+  turnout_torch_architectures("${list}" got)
+  if(NOT got STREQUAL wanted)
+    message(FATAL_ERROR "TORCH_CUDA_ARCH_LIST='${list}': ${got}, expected ${wanted}")
+  endif()
+endfunction()
+expect("9.0" "90-real")
+expect("8.0 9.0a" "80-real;90a-real")
+expect("8.0;9.0+PTX" "80-real;90-real;90-virtual")
+expect("8.0, 10.0f" "80-real;100f-real")
+
+foreach(bad IN ITEMS "Hopper" "90" "9.0b" "8.0 sm_90")
+  execute_process(COMMAND ${CMAKE_COMMAND} -D SOURCE_DIR=${SOURCE_DIR} "-DLIST=${bad}" -P ${CMAKE_CURRENT_LIST_FILE}
+                  RESULT_VARIABLE status ERROR_VARIABLE text OUTPUT_QUIET)
+  string(REGEX REPLACE "[ \n]+" " " text "${text}")
+  if(status EQUAL 0 OR NOT text MATCHES "TORCH_CUDA_ARCH_LIST='${bad}'.* or set CMAKE_CUDA_ARCHITECTURES")
+    message(FATAL_ERROR "TORCH_CUDA_ARCH_LIST='${bad}': status ${status}, ${text}")
+  endif()
+endforeach()
