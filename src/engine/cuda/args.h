@@ -210,6 +210,12 @@ struct DispatchArgs {
   int64_t* counts_for_host = nullptr;  ///< exact: mapped (CountWords)
 };
 
+/// Whether the move kernel finds the places of pairs itself, as it takes their rows, and notes them: the admit kernel makes tables only,
+/// which takes one block. Through the host the ids are far away, and rank_major rows have no places.
+TURNOUT_HOST_DEVICE constexpr bool move_places(const DispatchArgs& a) {
+  return a.chained && a.layout != Layout::rank_major && !a.common.through_host;
+}
+
 /// Exact size: what the host learns from the headers of all ranks.
 struct CountWords {
   static constexpr int kEpoch = 0;                                                             ///< written last
@@ -275,13 +281,16 @@ inline HelloArgs hello_of(const DispatchArgs& a) {
 /// Tokens are counted in at most so many chunks.
 inline constexpr int kMaxChunks = 64;
 inline constexpr uint32_t kBadChunk = 1u << 31;
+/// Where x is quantised ahead, tokens are released in so many parts: the first rows leave while others are still to be read.
+inline constexpr int kAheadParts = 4;
+TURNOUT_HOST_DEVICE constexpr int ahead_part(int64_t num_tokens, int64_t token) { return static_cast<int>(token * kAheadParts / num_tokens); }
 /// Local signals (in DispatchArgs::flags).
 enum LocalFlag : int {
   kPlanReady,  ///< headers have come, tables of rows are made
   kCounted,    ///< counts and offsets of experts are those of the result
   kAdmitted,   ///< ids of received rows have come too
-  kQuantised,  ///< x is, where that is done ahead
-  kPlaced,     ///< kPlaced + chunk: its pairs have their places
+  kQuantised,  ///< kQuantised + part: the tokens of it are, where that is done ahead
+  kPlaced = kQuantised + kAheadParts,  ///< kPlaced + chunk: its pairs have their places
   kNumFlags = kPlaced + kMaxChunks
 };
 /// Channels of a source: one per chunk of meta data, then one per block that announces rows.
@@ -297,8 +306,9 @@ enum Ticket : int {
   kReceiveRoleTicket,  ///< move, straight: who waits for the others
   kPushTicket,         ///< combine: partial sums for others,
   kReduceTicket,       ///<   own tokens
-  kAheadTicket         ///< quantize_ahead: blocks that are done
+  kAheadTicket         ///< quantize_ahead: + part: warps that are done with it
 };
+static_assert(kAheadTicket + kAheadParts <= LaneControl::kNumTickets);
 
 /// Tokens are cut into chunks alike on every rank, so that all know how many chunks a source has.
 TURNOUT_HOST_DEVICE constexpr int64_t chunk_tokens(int64_t num_tokens) {

@@ -56,7 +56,7 @@ __device__ bool receive_totals(const DispatchArgs& a, Call call, const FactWords
     if (i < HeaderInts::kRows) return;
     if (i < HeaderInts::experts(num_ranks)) {
       a.routing.rows[source * num_ranks + i - HeaderInts::kRows] = rows[source * num_ranks + i - HeaderInts::kRows] = static_cast<int32_t>(value);
-    } else if (i - HeaderInts::experts(num_ranks) < local) {
+    } else if (i - HeaderInts::experts(num_ranks) < local && !move_places(a)) {  // else the admit kernel reads them itself
       a.routing.expert_base[source * local + i - HeaderInts::experts(num_ranks)] = static_cast<int32_t>(value);
     }
   });

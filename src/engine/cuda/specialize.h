@@ -21,6 +21,7 @@ struct MoveShape {
   int scales_at = 0;  ///< quantised: behind the row
   int side_at[kMaxSide] = {};
   int64_t block_scales = 0, block_side[kMaxSide] = {};  ///< offsets in this rank's block
+  int64_t block_idx = 0, block_pair = 0, block_weights = 0;
   int index_at = 0;                                     ///< positions of the token's rows, then (index_room further) their ranks
   int index_room = 0;
   int stage_bytes = 0;
@@ -59,6 +60,9 @@ inline MoveShape move_shape(const DispatchArgs& a, int blocks) {
   p.index_room = up(a.num_topk * 4, 16);
   const BlockOffsets offsets = block_offsets(a, a.block_rows);
   p.block_scales = offsets.scales;
+  p.block_idx = offsets.idx;
+  p.block_pair = offsets.pair;
+  p.block_weights = offsets.weights;
   for (int s = 0; s < a.num_side; ++s) p.block_side[s] = side_offset(a, offsets, a.block_rows, s);
   p.stage_bytes = up(at + 2 * p.index_room, 128);
   const bool pads = !a.straight && a.layout == Layout::expert_major && a.alignment > 1;

@@ -6,6 +6,7 @@
 #include "engine/cuda/launch.h"
 #include "engine/cuda/throughput/bulk.h"
 #include "engine/cuda/throughput/move_send.cuh"
+#include "engine/cuda/throughput/places.cuh"
 #include "engine/cuda/throughput/take_rows.cuh"
 
 namespace turnout::engine::cuda {
@@ -31,28 +32,14 @@ __device__ __forceinline__ void place_stage(const DispatchArgs& a, const MoveSha
   }
 }
 
-/// Where entry k of an own token goes, once all counts are known: what the admit kernel will write to `position`.
-__device__ __forceinline__ int own_place(const DispatchArgs& a, int row, int token, int k) {
-  const Routing& r = a.routing;
-  const int64_t pair = static_cast<int64_t>(token) * a.num_topk + k;
-  const int dest = __ldcg(r.dest + pair), id = __ldcg(r.topk_idx + pair), index = __ldcg(r.pair_index + pair);
-  if (dest != a.common.team.rank) return -1;
-  const int e = __ldg(a.common.local + id);
-  // Tables of the admit kernel: complete, and no SM has looked at them before kCounted, so what lies in its L1 is good for all rows.
-  const int64_t nth = static_cast<int64_t>(r.expert_base[dest * a.num_local + e]) + index;
-  return is_admitted(a, nth, row, k, r.cut[0], r.cut[1]) ? static_cast<int>(r.expert_offsets[e] + nth) : -1;
-}
-
-/// Where entries k and k + 32 of a received row go, k being the lane; `token` >= 0: of a row that stays.
-__device__ __forceinline__ void find_places(const DispatchArgs& a, int row, int token, int (&to)[2]) {
+/// Where entries k and k + 32 of a row go, k being the lane, once the admit kernel has placed all pairs.
+__device__ __forceinline__ void find_places(const DispatchArgs& a, int row, int (&to)[2]) {
   to[0] = lane_id() == 0 ? row : -1;
   to[1] = -1;
   if (a.layout == Layout::rank_major) return;
   for (int h = 0; h < 2; ++h) {
     const int k = h * 32 + lane_id();
-    if (k >= a.num_topk) to[h] = -1;
-    else if (token >= 0 && a.chained) to[h] = own_place(a, row, token, k);
-    else to[h] = __ldcg(a.routing.position + static_cast<int64_t>(row) * a.num_topk + k);
+    to[h] = k < a.num_topk ? __ldcg(a.routing.position + static_cast<int64_t>(row) * a.num_topk + k) : -1;
   }
 }
 
@@ -80,42 +67,76 @@ __device__ __forceinline__ void count_arrival(const DispatchArgs& a, int source)
   atomicAdd_system(reinterpret_cast<unsigned long long*>(&a.arrived[source]), 1ull);
 }
 
-/// A warp lays out rows that stay, until no tickets are left. Bulk loads bring the next row while one is laid out.
-__device__ void lay_out_own(const DispatchArgs& a, const MoveShape& p, const Shared& sh, Worker* w, int warps, Call call) {
-  const int me = a.common.team.rank;
-  Tickets tickets(&a.common.lane_control->tickets[call.copy][kOwnTicket], sh.begins[me + 1] - sh.begins[me], warps, 1);
-  const auto load = [&](int item) {
-    if (item < 0) return -1;
-    const int token = __ldcg(a.routing.own_tokens + item);
-    bulk_wait_read_at_most(p.work_ring - 2);  // the row before is not stored yet
-    __syncwarp();
-    load_stage(a, p, w->stage(p), w->full + w->slot, token);
-    return token;
-  };
-  int item = tickets.take();
-  int token = load(item);
-  while (item >= 0) {
-    std::byte* stage = w->stage(p);
-    const int slot = w->slot;
-    w->advance(p);
-    const int next = tickets.take();
-    const int next_token = load(next);
-    int to[2];
-    find_places(a, sh.begins[me] + item, token, to);
-    barrier_wait(w->full + slot, w->phases >> slot & 1);
-    w->phases ^= 1u << slot;
-    place_stage(a, p, stage, to);
-    count_arrival(a, me);
-    item = next;
-    token = next_token;
+/// A warp lays out rows that stay, until no tickets are left. Bulk loads bring the next row while one is laid out, and the first ones
+/// before it is known where rows go.
+class OwnRows {
+ public:
+  __device__ __forceinline__ OwnRows(const DispatchArgs& a, const MoveShape& p, const Shared& sh, Worker* w, Call call)
+      : a_(a), p_(p), sh_(sh), w_(w), call_(call), finds_(a.chained && a.layout != Layout::rank_major) {}
+  /// Takes a first row.
+  __device__ __forceinline__ void begin(int warps) {
+    const int me = a_.common.team.rank;
+    tickets_ = Tickets(&a_.common.lane_control->tickets[call_.copy][kOwnTicket], sh_.begins[me + 1] - sh_.begins[me], warps, 1);
+    item_ = load(&token_, &pairs_);
   }
-}
+  __device__ __forceinline__ void run() {
+    const int me = a_.common.team.rank;
+    while (item_ >= 0) {
+      const int slot = w_->slot, row = sh_.begins[me] + item_, token = token_;
+      const std::byte* stage = w_->stage(p_);
+      const Pairs pairs = pairs_;
+      w_->advance(p_);
+      item_ = load(&token_, &pairs_);
+      int to[2];
+      if (finds_) places_of(a_, me, row, pairs, to);
+      else find_places(a_, row, to);
+      barrier_wait(w_->full + slot, w_->phases >> slot & 1);
+      w_->phases ^= 1u << slot;
+      place_stage(a_, p_, stage, to);
+      count_arrival(a_, me);
+      if (move_places(a_)) note_places(a_, row, pairs, to, a_.routing.topk_weights + static_cast<int64_t>(token) * a_.num_topk);
+    }
+  }
+  /// Instead of that: no copy may be under way when the block ends.
+  __device__ __forceinline__ void drop() const {
+    if (item_ >= 0) barrier_wait(w_->full + w_->slot, w_->phases >> w_->slot & 1);
+  }
+
+ private:
+  __device__ __forceinline__ int load(int* token, Pairs* pairs) {
+    const int item = tickets_.take();
+    if (item < 0) return -1;
+    *token = __ldcg(a_.routing.own_tokens + item);
+    if (!quantised_.wait(a_, *token, call_)) return -1;
+    bulk_wait_read_at_most(p_.work_ring - 2);  // the row before is not stored yet
+    __syncwarp();
+    load_stage(a_, p_, w_->stage(p_), w_->full + w_->slot, *token);
+    if (finds_) *pairs = own_pairs(a_, *token);
+    return item;
+  }
+
+  const DispatchArgs& a_;
+  const MoveShape& p_;
+  const Shared& sh_;
+  Worker* w_;
+  Call call_;
+  bool finds_;  ///< own rows' places from the tables: the admit kernel may not have come so far
+  Quantised quantised_;
+  Tickets tickets_;
+  int item_ = -1, token_ = 0;
+  Pairs pairs_;
+};
 
 /// The same for rows that arrive. False: given up.
-__device__ bool lay_out_arrived(const DispatchArgs& a, const MoveShape& p, const Shared& sh, Worker* w, int warps, Call call) {
+__device__ bool lay_out_arrived(const DispatchArgs& a, const MoveShape& p, Shared& sh, Worker* w, int warps, Call call) {
   const Common& c = a.common;
   const int me = c.team.rank, others = c.team.num_ranks - 1;
-  if (a.chained && a.layout != Layout::rank_major) wait_for_previous();  // for the places
+  if (move_places(a)) {
+    barrier_wait(&sh.admitted, 0);
+    if (!sh.is_admitted) return false;
+  } else if (a.chained && a.layout != Layout::rank_major) {
+    wait_for_previous();  // for the places
+  }
   int most = 0;
   for (int s = 0; s < c.team.num_ranks; ++s) most = s == me ? most : max(most, sh.begins[s + 1] - sh.begins[s]);
   Tickets tickets(&c.lane_control->tickets[call.copy][kRowTicket], most * others, warps, 1);
@@ -125,7 +146,13 @@ __device__ bool lay_out_arrived(const DispatchArgs& a, const MoveShape& p, const
     const int s = (me + 1 + item % others) % c.team.num_ranks, i = item / others, row = sh.begins[s] + i;
     if (row >= sh.begins[s + 1]) continue;
     int to[2];
-    find_places(a, row, -1, to);
+    Pairs pairs;
+    if (move_places(a)) {
+      pairs = received_pairs(a, p, row);
+      places_of(a, s, row, pairs, to);
+    } else {
+      find_places(a, row, to);
+    }
     bool came = true;
     if (lane_id() == 0) {
       const std::byte* signal = c.team.base[me] + c.arena.row_at(c.lane, call.copy, s, i);
@@ -141,6 +168,7 @@ __device__ bool lay_out_arrived(const DispatchArgs& a, const MoveShape& p, const
     __syncwarp();
     place_stage(a, p, stage, to);
     count_arrival(a, s);
+    if (move_places(a)) note_places(a, row, pairs, to, received<float>(a, p.block_weights) + static_cast<int64_t>(row) * a.num_topk);
   }
 }
 
@@ -150,7 +178,7 @@ __device__ bool take_arrived(const DispatchArgs& a, const MoveShape& p, Shared& 
   Taker taker(a, p, sh, ring, call);
   return taker.run([&](int row, int source, const std::byte* stage) {
     int to[2];
-    find_places(a, row, -1, to);
+    find_places(a, row, to);
     place_stage(a, p, stage, to);
     count_arrival(a, source);
   });
@@ -175,8 +203,17 @@ __device__ void pad_groups(const DispatchArgs& a, const MoveShape& p, const std:
 /// `index` of `count` blocks that pad groups; -1: this one does not.
 __device__ void receive_part(const DispatchArgs& a, const MoveShape& p, Shared& sh, std::byte* ring, int index, int count, Call call) {
   const int warp = warp_id(), warps = static_cast<int>(gridDim.x) * p.workers;
-  const bool counted = a.chained && threadIdx.x == 0 ? wait_local(a.common, call.epoch, &a.flags[kCounted]) : true;
-  if (!__syncthreads_and(counted)) return;
+  // Half of the warps begin with what is here already. One warp of those that lay out no rows looks for the block.
+  const bool begins_with_own = warp < p.workers && !p.receivers && warp % 2 == 0;
+  Worker worker(p, sh, ring);
+  OwnRows own(a, p, sh, &worker, call);
+  if (begins_with_own) own.begin(warps);
+  const bool counted = a.chained && threadIdx.x == kThreads - 32 ? wait_local(a.common, call.epoch, &a.flags[kCounted]) : true;
+  if (!__syncthreads_and(counted)) return own.drop();
+  if (move_places(a) && threadIdx.x == kThreads - 32) {
+    sh.is_admitted = wait_local(a.common, call.epoch, &a.flags[kAdmitted]);
+    barrier_arrive(&sh.admitted);
+  }
   if (warp >= p.workers && p.zero_bytes && index >= 0) pad_groups(a, p, ring + p.zero_at, index, count);
   // Through the host a few blocks take what arrives, before what is here already.
   if (p.receivers && index < p.receivers) {
@@ -185,22 +222,18 @@ __device__ void receive_part(const DispatchArgs& a, const MoveShape& p, Shared& 
     if (!__syncthreads_and(good)) return bulk_wait<0>();
   }
   if (warp < p.workers) {
-    Worker worker(p, sh, ring);
-    bool good = true;
-    // Half of the warps begin with what is here already.
-#pragma unroll 1
-    for (int part = 0; good && part < 2; ++part) {
-      if ((warp + part) % 2 == 0 || p.receivers) lay_out_own(a, p, sh, &worker, warps, call);
-      else good = lay_out_arrived(a, p, sh, &worker, warps, call);
-      if (p.receivers) break;
-    }
+    if (!begins_with_own && !p.receivers && !lay_out_arrived(a, p, sh, &worker, warps, call)) return bulk_wait<0>();
+    if (!begins_with_own) own.begin(warps);
+    own.run();
+    if (begins_with_own) lay_out_arrived(a, p, sh, &worker, warps, call);
   }
   bulk_wait<0>();
 }
 #endif
 
+/// Registers as if there were 512 threads: a block of the kernel that quantises ahead fits beside one of these on an SM.
 template <bool kSend, bool kReceive>
-__global__ void __launch_bounds__(kThreads, 1) bulk_move_kernel(const __grid_constant__ DispatchArgs a, const __grid_constant__ MoveShape p) {
+__global__ void __launch_bounds__(512, 1) bulk_move_kernel(const __grid_constant__ DispatchArgs a, const __grid_constant__ MoveShape p) {
 #ifdef TURNOUT_HAS_BULK
   extern __shared__ __align__(128) std::byte ring[];
   __shared__ Shared sh;
@@ -215,16 +248,14 @@ __global__ void __launch_bounds__(kThreads, 1) bulk_move_kernel(const __grid_con
       sh.role = static_cast<int>(atomicAdd(&c.lane_control->tickets[call.copy][a.straight ? kReceiveRoleTicket : kSendRoleTicket], 1u));
     }
   }
-  bool here = true;
-  if (a.chained && a.fp8 && threadIdx.x == 32) here = wait_local(c, call.epoch, &a.flags[kQuantised]);
-  here = __syncthreads_and(here);
-  if (a.fp8) fence_global_to_bulk();
+  __syncthreads();
+  if (a.fp8 && !a.chained) fence_global_to_bulk();
   const int role = sh.role, senders = min(p.senders, blocks);
   const bool sends = kSend && (a.straight || role < senders);
   FirstRows first;
-  const bool loads = sends && here && warp_id() < p.pushers;
+  const bool loads = sends && warp_id() < p.pushers;
   if (loads) first.load(a, p, sh, ring, call);
-  const bool ready = set_up(a, sh, call) && here;
+  const bool ready = set_up(a, sh, call);
   if (!ready && loads) first.drop(p, sh);
   if (ready) {
     if (sends) send_part(a, p, sh, ring, &first, call);

@@ -22,6 +22,8 @@ struct Shared {
   alignas(8) uint64_t full[kMostStages];
   uint64_t own[kWarps * kMostWorkRing];             ///< the same of warps that lay out rows
   uint64_t take[kMostStages];                       ///< and of warps that take rows from memory of the host
+  uint64_t admitted;                                ///< a warp has looked whether the ids of received rows are here:
+  bool is_admitted;                                 ///< what it has found
   std::byte *block[kMaxRanks], *scales[kMaxRanks];  ///< where this rank's rows go
   int32_t begin[kMaxRanks];
   Offer offers[kMaxRanks];
@@ -33,6 +35,7 @@ struct Shared {
 
 __device__ inline void clear(const MoveShape& p, Shared& sh, std::byte* ring) {
   sh.queue.init();
+  if (threadIdx.x == 0) barrier_init(&sh.admitted, 1);
   for (int i = static_cast<int>(threadIdx.x); i < kMaxRanks; i += kThreads) sh.begin[i] = 0;
   for (int i = static_cast<int>(threadIdx.x); i < kMostStages; i += kThreads) barrier_init(&sh.full[i], 1), barrier_init(&sh.take[i], 1);
   for (int i = static_cast<int>(threadIdx.x); i < kWarps * kMostWorkRing; i += kThreads) barrier_init(&sh.own[i], 1);
@@ -159,10 +162,29 @@ __device__ __forceinline__ void load_stage(const DispatchArgs& a, const MoveShap
   __syncwarp();
 }
 
+/// What a warp knows of the kernel that quantises ahead. It asks for tokens in ascending order.
+struct Quantised {
+  int parts = 0;
+
+  /// Until the row of `token` can be loaded by bulk copies. False: given up.
+  __device__ __forceinline__ bool wait(const DispatchArgs& a, int token, Call call) {
+    if (!a.fp8 || !a.chained) return true;
+    const int part = ahead_part(a.num_tokens, token);
+    if (part < parts) return true;
+    bool good = true;
+    if (lane_id() == 0) good = wait_local(a.common, call.epoch, &a.flags[kQuantised + part]);
+    if (!__shfl_sync(kFull, good, 0)) return false;
+    fence_global_to_bulk();
+    parts = part + 1;
+    return true;
+  }
+};
+
 /// The first rows of a warp that sends: on their way to the ring before it is known where they go.
 struct FirstRows {
   static constexpr int kMost = 2;
   Tickets tickets;
+  Quantised quantised;
   int token[kMost] = {-1, -1}, num = 0;
 
   __device__ __forceinline__ void load(const DispatchArgs& a, const MoveShape& p, Shared& sh, std::byte* ring, Call call) {
@@ -172,7 +194,7 @@ struct FirstRows {
     for (int j = 0; j < kMost; ++j) {
       if (j >= max(1, p.push_ring / 2)) break;
       token[j] = tickets.take();
-      if (token[j] < 0) break;
+      if (token[j] < 0 || !quantised.wait(a, token[j], call)) break;
       const int stage = warp_id() * p.push_ring + j;
       load_stage(a, p, ring + static_cast<int64_t>(stage) * p.stage_bytes, &sh.full[stage], token[j]);
       num = j + 1;
@@ -186,7 +208,7 @@ struct FirstRows {
 
 /// A warp sends rows until no tickets are left.
 template <bool kAnnounce>
-__device__ __forceinline__ void push_rows(const DispatchArgs& a, const MoveShape& p, Shared& sh, std::byte* ring, FirstRows& first) {
+__device__ __forceinline__ void push_rows(const DispatchArgs& a, const MoveShape& p, Shared& sh, std::byte* ring, FirstRows& first, Call call) {
   const int warp = warp_id(), depth = p.push_ring, ahead = max(1, depth / 2);
   const int first_stage = warp * depth;
   Tickets& tickets = first.tickets;
@@ -203,7 +225,7 @@ __device__ __forceinline__ void push_rows(const DispatchArgs& a, const MoveShape
   for (;;) {
     for (int n = stored == 0 ? 2 : 0; n < 2 && issued - stored < ahead; ++n) {
       const int token = tickets.take();
-      if (token < 0) break;
+      if (token < 0 || !first.quantised.wait(a, token, call)) break;
       bulk_wait_read_at_most(depth - ahead - 1);
       __syncwarp();
       std::byte* stage = ring + static_cast<int64_t>(first_stage + in) * p.stage_bytes;
@@ -240,8 +262,8 @@ __device__ __forceinline__ void send_part(const DispatchArgs& a, const MoveShape
   bool all_stay = true;
   for (int d = 0; d < a.common.team.num_ranks; ++d) all_stay = all_stay && (d == a.common.team.rank || sh.offers[d].rows_stay());
   if (warp_id() < p.pushers) {
-    if (all_stay) push_rows<false>(a, p, sh, ring, *first);
-    else push_rows<true>(a, p, sh, ring, *first);
+    if (all_stay) push_rows<false>(a, p, sh, ring, *first, call);
+    else push_rows<true>(a, p, sh, ring, *first, call);
   } else if (!all_stay && warp_id() == kAnnouncer) {
     sh.queue.announce(a.common, call, p.pushers);
   }

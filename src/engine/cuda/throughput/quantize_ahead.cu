@@ -1,6 +1,6 @@
 // Quantises x before a dispatch by bulk copies moves it: first kernel of the call. The memory is idle while tokens are counted and headers
-// travel, which takes about as long as this; rows then go on as if they had been given as fp8. Nothing here waits for anybody, so any
-// number of SMs will do, and the plan kernel may start beside it.
+// travel, which takes about half as long as this; rows then go on as if they had been given as fp8, the first while others are still to be
+// read. Nothing here waits for anybody, so any number of SMs will do, and the plan and move kernels may start beside it.
 #include <algorithm>
 
 #include "engine/cuda/device/chunk.cuh"
@@ -13,19 +13,32 @@
 namespace turnout::engine::cuda {
 namespace {
 
-constexpr int kThreads = 256;  ///< with 64 registers: a block of the admit kernel fits beside it on an SM
+constexpr int kThreads = 256;  ///< with 64 registers: a block of the move kernel fits beside it on an SM
 constexpr int kUnit = 128;     ///< words (16 bytes of x) that a warp quantises at a time: eight blocks of a row
 
-/// Tells the move kernel once the last block is done.
-__device__ void tell_quantised(const DispatchArgs& a, Call call) {
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  __threadfence();
-  const uint32_t before = atomicAdd(&a.common.lane_control->tickets[call.copy][kAheadTicket], 1u);
-  if (before + 1 != gridDim.x) return;
-  __threadfence();
-  store_release_gpu(&a.flags[kQuantised], call.epoch);
-}
+/// A warp goes over tokens in ascending order and tells that it is done with a part of them; the last to do so tells the move kernel.
+struct Teller {
+  const DispatchArgs& a;
+  Call call;
+  int told = 0;
+
+  /// `next`: the token that the warp goes on with, num_tokens: with none.
+  __device__ __forceinline__ void go_on(int64_t next) {
+    const int part = next < a.num_tokens ? ahead_part(a.num_tokens, next) : kAheadParts;
+    if (told >= part) return;
+    __syncwarp();
+    const uint32_t warps = gridDim.x * static_cast<uint32_t>(num_warps());
+    if (lane_id() == 0) {
+      __threadfence();
+      for (int i = told; i < part; ++i) {
+        if (atomicAdd(&a.common.lane_control->tickets[call.copy][kAheadTicket + i], 1u) + 1 != warps) continue;
+        __threadfence();
+        store_release_gpu(&a.flags[kQuantised + i], call.epoch);
+      }
+    }
+    told = part;
+  }
+};
 
 /// Rows of whole words. A warp loads its next unit while it quantises one. x is not read again soon: what is written stays in L2 instead.
 template <bool kBf16>
@@ -53,15 +66,18 @@ __global__ void __launch_bounds__(kThreads, 4) quantize_halves_kernel(const __gr
   };
   uint4 now[kEach], next[kEach];
   uint32_t unit = blockIdx.x * static_cast<uint32_t>(num_warps()) + static_cast<uint32_t>(warp_id());
+  Teller teller{a, call_of(a.common)};
   load(now, unit);
+  teller.go_on(unit / units);
 #pragma unroll 1
   for (; unit < all; unit += 2 * step) {
     load(next, unit + step);
     quantize(now, unit);
+    teller.go_on((unit + step) / units);
     load(now, unit + 2 * step);
     quantize(next, unit + step);
+    teller.go_on((unit + 2 * step) / units);
   }
-  tell_quantised(a, call_of(a.common));
 #endif
 }
 
@@ -69,10 +85,13 @@ __global__ void __launch_bounds__(kThreads, 4) quantize_halves_kernel(const __gr
 __global__ void __launch_bounds__(kThreads, 1) quantize_any_kernel(const __grid_constant__ DispatchArgs a) {
   let_next_start();
   const int64_t step = static_cast<int64_t>(gridDim.x) * num_warps();
-  for (int64_t token = static_cast<int64_t>(blockIdx.x) * num_warps() + warp_id(); token < a.num_tokens; token += step) {
+  Teller teller{a, call_of(a.common)};
+  int64_t token = static_cast<int64_t>(blockIdx.x) * num_warps() + warp_id();
+  teller.go_on(token);
+  for (; token < a.num_tokens; token += step) {
     quantize_row(a.dtype, a.quantize, a.x + token * a.x_stride, a.hidden, a.fp8 + token * a.x_block_stride, a.fp8_scales + token * a.scale_bytes);
+    teller.go_on(token + step);
   }
-  tell_quantised(a, call_of(a.common));
 }
 
 }  // namespace
@@ -90,6 +109,8 @@ cudaError_t launch_quantize_ahead(const DispatchArgs& a, int blocks, cudaStream_
 cudaError_t prepare_quantize_ahead() {
   for (const void* kernel : {reinterpret_cast<const void*>(quantize_halves_kernel<true>),
                              reinterpret_cast<const void*>(quantize_halves_kernel<false>), reinterpret_cast<const void*>(quantize_any_kernel)}) {
+    // Blocks of the move kernel, which take nearly all shared memory, start beside it.
+    if (const cudaError_t bad = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared)) return bad;
     if (const cudaError_t bad = load_kernel(kernel)) return bad;
   }
   return cudaSuccess;
