@@ -137,8 +137,9 @@ __device__ inline void finish_tables(const DispatchArgs& a, int local, const vol
   for (int e = static_cast<int>(threadIdx.x); e < local; e += kThreads) admitted += counts[e];
   admitted = block_sum(admitted);
   if (warp_id() == 0) {
-    const int64_t rows = prefix_offsets(a, local, counts), token_rows = r.recv_begin[a.common.team.num_ranks];
+    const int64_t rows = prefix_offsets(a, local, counts);
     if (lane_id() == 0) {
+      const int64_t token_rows = a.layout == Layout::rank_major ? r.recv_begin[a.common.team.num_ranks] : 0;
       *r.num_rows = a.layout == Layout::rank_major ? token_rows : a.layout == Layout::expert_major ? rows : admitted;
       *r.num_dropped = a.layout == Layout::rank_major ? asked - token_rows : all_pairs - admitted;
     }

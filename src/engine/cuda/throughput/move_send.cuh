@@ -252,6 +252,11 @@ __device__ __forceinline__ void push_rows(const DispatchArgs& a, const MoveShape
       if (lane_id() == 0) sh.queue.post(warp, two_ago);
     }
   }
+  if (kAnnounce) {  // nothing follows the last rows: each is told as it is complete
+    bulk_wait<1>();
+    __syncwarp();
+    if (lane_id() == 0) sh.queue.post(warp, one_ago);
+  }
   bulk_wait<0>();
   __syncwarp();
   if (kAnnounce && lane_id() == 0) sh.queue.post(warp, count | Queue::kDone);
