@@ -32,17 +32,21 @@ __device__ inline void fill_facts(const Common& c, uint32_t epoch, bool refused,
   out->words[HeaderInts::kRoom] = room;
 }
 
-/// Sends `num_ints` of payload to every rank; `payload(rank, i)` gives them. The whole block calls it.
+/// Sends payload [begin, end) to every rank, `begin` being that of a word; `payload(rank, i)` gives it. The whole block calls it.
 template <class Payload>
-__device__ __forceinline__ void send_header(const Common& c, Call call, int num_ints, Payload payload) {
-  const int words = (num_ints + kWordPayload - 1) / kWordPayload;
+__device__ __forceinline__ void send_header(const Common& c, Call call, int begin, int end, Payload payload) {
+  const int first = begin / kWordPayload, words = (end + kWordPayload - 1) / kWordPayload - first;
   for (int i = static_cast<int>(threadIdx.x); i < words * c.team.num_ranks; i += static_cast<int>(blockDim.x)) {
-    const int rank = i / words, w = i % words;
+    const int rank = i / words, w = first + i % words;
     uint32_t p[kWordPayload];
-    for (int j = 0; j < kWordPayload; ++j) p[j] = w * kWordPayload + j < num_ints ? payload(rank, w * kWordPayload + j) : 0;
+    for (int j = 0; j < kWordPayload; ++j) p[j] = w * kWordPayload + j < end ? payload(rank, w * kWordPayload + j) : 0;
     auto* to = reinterpret_cast<uint4*>(c.team.base[rank] + c.arena.header_at(c.lane, call.copy, c.team.rank)) + w;
     store_word(to, uint4{p[0], p[1], p[2], call.epoch});
   }
+}
+template <class Payload>
+__device__ __forceinline__ void send_header(const Common& c, Call call, int num_ints, Payload payload) {
+  send_header(c, call, 0, num_ints, payload);
 }
 
 __device__ __forceinline__ const uint4* header_from(const Common& c, Call call, int source) {
@@ -58,21 +62,21 @@ __device__ __noinline__ inline void wait_for_all(const Common& c, Call call) {
   }
 }
 
-/// Receives every rank's header; `take(source, i, value)` gets each payload word. Facts are compared with `mine`. The whole block
-/// calls it; false if a word did not come or did not agree.
+/// Receives payload [begin, end) of every rank's header, `begin` being that of a word; `take(source, i, value)` gets it. Facts are compared
+/// with `mine`. The whole block calls it; false if a word did not come or did not agree.
 template <class Take>
-__device__ __forceinline__ bool receive_headers(const Common& c, Call call, int num_ints, const FactWords* mine, Take take) {
-  const int words = (num_ints + kWordPayload - 1) / kWordPayload;
+__device__ __forceinline__ bool receive_headers(const Common& c, Call call, int begin, int end, const FactWords* mine, Take take) {
+  const int first = begin / kWordPayload, words = (end + kWordPayload - 1) / kWordPayload - first;
   bool good = true;
   for (int i = static_cast<int>(threadIdx.x); good && i < words * c.team.num_ranks; i += static_cast<int>(blockDim.x)) {
-    const int source = i / words, w = i % words;
+    const int source = i / words, w = first + i % words;
     uint4 word;
     good = wait_word(c, Phase::counts, source, call.epoch, false, header_from(c, call, source) + w, &word);
     if (!good) break;
     const uint32_t p[kWordPayload] = {word.x, word.y, word.z};
     for (int j = 0; j < kWordPayload; ++j) {
       const int at = w * kWordPayload + j;
-      if (at >= num_ints) break;
+      if (at >= end) break;
       // A refusal is told apart from a difference: the refuser may not know all facts.
       if (at == HeaderInts::kRefused && p[j] != 0) {
         DeviceRecord r{};
@@ -100,6 +104,11 @@ __device__ __forceinline__ bool receive_headers(const Common& c, Call call, int 
   good = __syncthreads_and(good);
   if (!good) wait_for_all(c, call);
   return good;
+}
+
+template <class Take>
+__device__ __forceinline__ bool receive_headers(const Common& c, Call call, int num_ints, const FactWords* mine, Take take) {
+  return receive_headers(c, call, 0, num_ints, mine, take);
 }
 
 /// For blocks that do not receive the headers themselves: whether the first word of each, which says it all, is that of this rank's own.

@@ -175,7 +175,11 @@ __device__ void pad_groups(const DispatchArgs& a, const MoveShape& p, const std:
 /// `index` of `count` blocks that pad groups; -1: this one does not.
 __device__ void receive_part(const DispatchArgs& a, const MoveShape& p, Shared& sh, std::byte* ring, int index, int count, Call call) {
   const int warp = warp_id(), warps = static_cast<int>(gridDim.x) * p.workers;
-  const bool counted = a.chained && threadIdx.x == 0 ? wait_local(a.common, call.epoch, &a.flags[kCounted]) : true;
+  // Counts of experts, and the places of this rank's pairs.
+  const int chunk = static_cast<int>(threadIdx.x) - 32;
+  bool counted = true;
+  if (a.chained && threadIdx.x == 0) counted = wait_local(a.common, call.epoch, &a.flags[kCounted]);
+  if (a.chained && chunk >= 0 && chunk < num_chunks(a.num_tokens)) counted = wait_local(a.common, call.epoch, &a.flags[kPlaced + chunk]);
   if (!__syncthreads_and(counted)) return;
   if (warp >= p.workers && p.zero_bytes && index >= 0) pad_groups(a, p, ring + p.zero_at, index, count);
   // Through the host a few blocks take what arrives, before what is here already.
@@ -224,7 +228,8 @@ __global__ void __launch_bounds__(kThreads, 1) bulk_move_kernel(const __grid_con
   FirstRows first;
   const bool loads = sends && here && warp_id() < p.pushers;
   if (loads) first.load(a, p, sh, ring, call);
-  const bool ready = set_up(a, sh, call) && here;
+  const bool found = !loads || first.find(a, p, ring, call);
+  const bool ready = set_up(a, sh, found, call) && here;
   if (!ready && loads) first.drop(p, sh);
   if (ready) {
     if (sends) send_part(a, p, sh, ring, &first, call);
