@@ -1,5 +1,6 @@
 // Second kernel of a dispatch: which pairs are admitted, where their rows go in the result, and what the result says about
 // itself (counts, offsets, sorted rows). One block makes the tables; then all blocks go over the received ids.
+#define TURNOUT_WAITS_CALL 1
 #include "engine/cuda/device/dispatch.cuh"
 #include "engine/cuda/device/header.cuh"
 #include "engine/cuda/device/rows.cuh"

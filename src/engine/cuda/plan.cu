@@ -2,6 +2,7 @@
 // the chunks before it, whose blocks have started. The block of the last chunk knows the totals: it exchanges headers with all ranks, first
 // the rows, which are counted before all else because they wait for nothing but these, then the pairs of experts. Then every block sends
 // ids, weights and positions of its chunks to where the rows will go.
+#define TURNOUT_WAITS_CALL 1
 #include <algorithm>
 
 #include "engine/cuda/kernels.h"
@@ -20,6 +21,7 @@ struct Tables {  // of experts: for the block that sends headers
 };
 /// They are here after copies_done().
 __device__ __forceinline__ void ask_owners(const PlanShape& p, const Shared& s) {
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < p.num_experts; i += kThreads) {
     copy_async(s.owner + i, p.owner + i);
     copy_async(s.local + i, p.local + i);
@@ -27,7 +29,9 @@ __device__ __forceinline__ void ask_owners(const PlanShape& p, const Shared& s) 
 }
 __device__ __forceinline__ void ask_tables(const Common& c, const Shared& s, Tables* tables) {
   const ExpertTable experts = *c.experts;
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < c.num_experts; i += kThreads) copy_async(s.by_rank + i, experts.by_rank + i);
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < c.team.num_ranks; i += kThreads) {
     copy_async(tables->num_local + i, experts.num_local + i);
     copy_async(tables->first + i, experts.first + i);
@@ -105,9 +109,11 @@ __device__ void send_step(const DispatchArgs& a, const Shared& s, const Places& 
 __device__ void send_meta(const DispatchArgs& a, const PlanShape& p, const Shared& s, const Places& places, int chunk, bool loaded, Call call) {
   const Common& c = a.common;
   const Routing& r = a.routing;
+#pragma unroll 1
   for (int n = 0;; ++n) {
     const Step step = step_of(p, chunk, n);
     if (step.n == 0) break;
+#pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); !loaded && i < step.n; i += kThreads) {
       s.ids[i] = r.topk_idx[step.begin + i];
       s.slot[i] = r.send_index[step.begin + i];
@@ -122,6 +128,7 @@ __device__ void send_meta(const DispatchArgs& a, const PlanShape& p, const Share
   // The last step has ended with all threads at one place.
   if (threadIdx.x != 0) return;
   fence_system();
+#pragma unroll 1
   for (int d = 0; d < c.team.num_ranks; ++d) {
     store_relaxed(reinterpret_cast<uint64_t*>(c.team.base[d] + c.arena.channel_at(c.lane, call.copy, c.team.rank, chunk)), signal_of(call.epoch, 0));
   }
@@ -134,12 +141,14 @@ __device__ bool gather_places(const DispatchArgs& a, Call call, Places* places, 
   const Common& c = a.common;
   bool good = true;
   if (kExact || c.through_host) {
+#pragma unroll 1
     for (int d = static_cast<int>(threadIdx.x); good && d < c.team.num_ranks; d += kThreads) {
       uint4 begins;
       good = wait_word(c, Phase::local_blocks, c.team.rank, call.epoch, false, reinterpret_cast<const uint4*>(a.begins) + d, &begins);
       places->begin[d] = static_cast<int32_t>(begins.x);
     }
   } else {
+#pragma unroll 1
     for (int d = static_cast<int>(threadIdx.x); d < c.team.num_ranks; d += kThreads) places->begin[d] = 0;
     __syncthreads();
     const bool told = read_begins(c, call, static_cast<int>(threadIdx.x), kThreads, places->begin, places->num_rows, &places->told);
@@ -147,9 +156,11 @@ __device__ bool gather_places(const DispatchArgs& a, Call call, Places* places, 
   }
   // Ends with all threads at one place.
   if (!__syncthreads_and(good) || !gather_offers(c, call, places->offers, first)) return false;
+#pragma unroll 1
   for (int d = static_cast<int>(threadIdx.x); d < c.team.num_ranks; d += kThreads) {
     std::byte* block = offered_block(c, d, places->offers[d]);
     int32_t all = 0;
+#pragma unroll 1
     for (int s = 0; kExact && s < c.team.num_ranks; ++s) all += __ldcg(&a.routing.rows[s * c.team.num_ranks + d]);
     places->num_rows[d] = kExact ? all : static_cast<int32_t>(places->offers[d].rows);
     const BlockOffsets offsets = block_offsets(a, places->offers[d].rows, places->num_rows[d]);
@@ -162,6 +173,7 @@ __device__ bool gather_places(const DispatchArgs& a, Call call, Places* places, 
 }
 
 __device__ void send_offers(const DispatchArgs& a, Call call) {
+#pragma unroll 1
   for (int d = static_cast<int>(threadIdx.x); d < a.common.team.num_ranks; d += kThreads) {
     send_offer(a.common, call, d, a.block, a.block_rows, offered_channels(a));
   }
@@ -219,6 +231,7 @@ __device__ __forceinline__ bool plan_rows(const DispatchArgs& a, const PlanShape
                                           bool bad, const FactWords& facts, Call call) {
   const int last = p.num_chunks - 1;
   const int n = chunks.num;
+#pragma unroll 1
   for (int i = totals ? n : n - 1; i >= 0; --i) {
     const int chunk = i == n ? last : chunks.list[i];
     if (i < n && totals && chunk == last) continue;
@@ -235,6 +248,7 @@ __device__ __forceinline__ bool plan_rows(const DispatchArgs& a, const PlanShape
 __device__ __forceinline__ bool plan_pairs(const DispatchArgs& a, const PlanShape& p, const Shared& s, const Chunks& chunks, bool totals, int in_memory,
                                            const Tables& tables, const FactWords& facts, int32_t* rows, Call call) {
   const int n = chunks.num, last = p.num_chunks - 1;
+#pragma unroll 1
   for (int i = 0; i < n; ++i) {
     const int chunk = chunks.list[i];
     count_pairs(a, p, s, chunk, i == 0 && chunk == in_memory && is_one_step(p, chunk), call.epoch);
@@ -242,6 +256,7 @@ __device__ __forceinline__ bool plan_pairs(const DispatchArgs& a, const PlanShap
   }
   const bool loaded = n == 1 && is_one_step(p, chunks.list[0]);
   if (loaded) sum_groups(p, s, step_of(p, chunks.list[0], 0));
+#pragma unroll 1
   for (int i = totals ? -1 : 0; i < n; ++i) {
     const int chunk = i < 0 ? last : chunks.list[i];
     if (i >= 0 && totals && chunk == last) continue;
@@ -278,7 +293,8 @@ __global__ void __launch_bounds__(kThreads, 1) plan_kernel(const __grid_constant
   const uint64_t generation = *reinterpret_cast<const volatile uint64_t*>(&c.control->generation);
   const uint64_t status = c.through_host ? *reinterpret_cast<const volatile uint64_t*>(&c.control->status) : load_relaxed(status_of(c, c.team.rank));
   const uint32_t failed = *reinterpret_cast<const volatile uint32_t*>(&c.lane_control->failed);
-  const Call call = call_of(c);
+  const uint32_t before = *reinterpret_cast<const volatile uint32_t*>(&c.lane_control->epoch[blockIdx.x % kMaxChannels]);
+  const Call call{before + 1, static_cast<int>((before + 1) % static_cast<uint32_t>(c.arena.depth))};  // as call_of, once all have been asked
   clear_next_tickets(c, call);
   if ((status > generation || failed == call.epoch) && is_over(c, call)) return copies_done();
   int loaded = 0;
@@ -286,6 +302,7 @@ __global__ void __launch_bounds__(kThreads, 1) plan_kernel(const __grid_constant
   const int n = chunks.num;
   if (n == 0) return;
   bool totals = false;
+#pragma unroll 1
   for (int i = 0; i < n; ++i) totals = totals || chunks.list[i] == p.num_chunks - 1;
   if (totals && threadIdx.x == kThreads - 32) fill_facts(c, call.epoch, false, a.num_tokens, &facts, a.room);
   if (!plan_rows(a, p, s, chunks, totals, &loaded, bad, facts, call)) return;
@@ -294,6 +311,7 @@ __global__ void __launch_bounds__(kThreads, 1) plan_kernel(const __grid_constant
   // Exact: the host comes first.
   if (a.capacity < 0 || !gather_places<false>(a, call, &places, totals)) return;
   const bool one = n == 1 && is_one_step(p, chunks.list[0]);
+#pragma unroll 1
   for (int i = 0; i < n; ++i) send_meta(a, p, s, places, chunks.list[i], one, call);
 }
 
@@ -342,6 +360,7 @@ PlanShape shape_of(const DispatchArgs& a, int num_ranks, int num_experts) {
   p.rank_bits = bits_of(num_ranks);
   p.id_bits = bits_of(num_experts);
   p.ids_are_64 = a.ids_are_64;
+  p.are_whole = kGroup % a.num_topk == 0;
   return p;
 }
 size_t shared_bytes(const PlanShape& p) { return static_cast<size_t>(Shared::num_words(p.num_ranks, p.num_experts, p.num_groups)) * 4; }

@@ -36,6 +36,7 @@ __device__ inline void fill_facts(const Common& c, uint32_t epoch, bool refused,
 template <class Payload>
 __device__ __forceinline__ void send_header(const Common& c, Call call, int begin, int end, Payload payload) {
   const int first = begin / kWordPayload, words = (end + kWordPayload - 1) / kWordPayload - first;
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < words * c.team.num_ranks; i += static_cast<int>(blockDim.x)) {
     const int rank = i / words, w = first + i % words;
     uint32_t p[kWordPayload];
@@ -68,6 +69,7 @@ template <class Take>
 __device__ __forceinline__ bool receive_headers(const Common& c, Call call, int begin, int end, const FactWords* mine, Take take) {
   const int first = begin / kWordPayload, words = (end + kWordPayload - 1) / kWordPayload - first;
   bool good = true;
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); good && i < words * c.team.num_ranks; i += static_cast<int>(blockDim.x)) {
     const int source = i / words, w = first + i % words;
     uint4 word;
@@ -79,23 +81,13 @@ __device__ __forceinline__ bool receive_headers(const Common& c, Call call, int 
       if (at >= end) break;
       // A refusal is told apart from a difference: the refuser may not know all facts.
       if (at == HeaderInts::kRefused && p[j] != 0) {
-        DeviceRecord r{};
-        r.state = 3;
-        r.peer = source;
-        r.epoch = call.epoch;
-        r.value = p[j];
-        fail_call(c, r);
+        fail_call(c, 3, source, call.epoch, p[j]);
         good = false;
       } else if (at < HeaderInts::kRefused && p[j] != mine->words[at]) {
         // The facts themselves lie in the headers: the host makes the table.
         uint4 first_word;
-        if (wait_word(c, Phase::counts, source, call.epoch, false, header_from(c, call, source), &first_word) && first_word.z == 0) {
-          DeviceRecord r{};
-          r.state = 2;
-          r.peer = source;
-          r.epoch = call.epoch;
-          fail_call(c, r);
-        }
+        if (wait_word(c, Phase::counts, source, call.epoch, false, header_from(c, call, source), &first_word) && first_word.z == 0)
+          fail_call(c, 2, source, call.epoch);
         good = false;
       }
       take(source, at, p[j]);
@@ -136,6 +128,7 @@ __device__ inline bool read_begins(const Common& c, Call call, int thread, int c
   constexpr int kFirst = HeaderInts::kRows / kWordPayload;
   const int num_ranks = c.team.num_ranks, me = c.team.rank, words = (HeaderInts::kRows + num_ranks - 1) / kWordPayload - kFirst + 2;
   bool good = true;
+#pragma unroll 1
   for (int i = thread; good && i < words * num_ranks; i += count) {
     const int source = i / words, w = i % words == 0 ? 0 : kFirst + i % words - 1;
     uint4 word;
@@ -155,6 +148,7 @@ __device__ inline bool read_begins(const Common& c, Call call, int thread, int c
 /// As headers_agree(), of what has been read.
 __device__ __forceinline__ bool all_agree(const Common& c, const FirstWords& told) {
   bool good = true;
+#pragma unroll 1
   for (int s = 0; s < c.team.num_ranks; ++s) {
     good = good && told.of[s][0] == told.of[c.team.rank][0] && told.of[s][1] == told.of[c.team.rank][1] && told.of[s][2] == 0;
   }
@@ -177,11 +171,7 @@ __device__ __forceinline__ bool wait_offer(const Common& c, Call call, int rank,
   const bool came = wait_word(c, phase, rank, call.epoch, false, from, &w);
   *offer = {w.x, w.y, w.z};
   if (came && w.y == kRefusedOffer) {
-    DeviceRecord r{};
-    r.state = 3;
-    r.peer = rank;
-    r.epoch = call.epoch;
-    fail_call(c, r);
+    fail_call(c, 3, rank, call.epoch);
     return false;
   }
   if (came && c.through_host && first) store_word(noted_offer(c, call, rank), w);

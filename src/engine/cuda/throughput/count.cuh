@@ -2,6 +2,8 @@
 // step is cut into groups of a warp, whose lanes look at each other; sums over groups, steps and chunks give the rest. First come the rows
 // (count_rows.cuh): they leave once ranks have told each other how many there are. Pairs with experts (count_pairs.cuh) are counted while
 // rows travel.
+//
+// Code that runs once is as long in the fetching as in the running: loops here stay loops, and what is rare is called.
 #pragma once
 #include "engine/cuda/device/header.cuh"
 #include "engine/cuda/device/rows.cuh"
@@ -23,7 +25,7 @@ struct PlanShape {
   int num_chunks = 1, num_groups = 0;     ///< groups of a step
   int num_ranks = 1, num_experts = 0, num_topk = 1;
   int rank_bits = 1, id_bits = 1;  ///< of a number of ranks or experts and one more
-  bool ids_are_64 = false;
+  bool ids_are_64 = false, are_whole = false;  ///< tokens do not reach across groups
 };
 
 struct Shared {
@@ -74,6 +76,7 @@ struct Shared {
 
 /// `n` words, as many as fill 16 bytes at least.
 __device__ __forceinline__ void clear_words(int32_t* words, int n) {
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i * 4 < n; i += kThreads) reinterpret_cast<uint4*>(words)[i] = uint4{};
 }
 
@@ -125,6 +128,7 @@ struct Ids {
 /// The lanes that have the same value of so many bits. The whole warp calls it.
 __device__ __forceinline__ unsigned lanes_with(int value, int bits) {
   unsigned same = kFull;
+#pragma unroll 1
   for (int b = 0; b < bits; ++b) {
     const bool one = value >> b & 1;
     const unsigned ones = __ballot_sync(kFull, one);

@@ -24,28 +24,35 @@ struct Weights {
 /// The ids of a step, which are in shared memory (`here`) or come there, what each pair finds before it in its group, the counts of each
 /// group and of all.
 __device__ __forceinline__ void load_pairs(const DispatchArgs& a, const PlanShape& p, const Shared& s, Step step, bool here) {
-  const int lane = lane_id(), num_groups = step.num_groups();
-  Ids ids;
-  if (!here) ids.ask(p, step);
+  const int thread = static_cast<int>(threadIdx.x), lane = lane_id(), num_groups = step.num_groups();
   Weights weights;
   weights.ask(a, step);
-  clear_words(s.before, num_groups * p.num_experts);
-  for (int i = static_cast<int>(threadIdx.x); i < p.num_experts; i += kThreads) s.total[i] = 0;
-  __syncthreads();
-#pragma unroll
-  for (int j = 0; j < kEach; ++j) {
-    const int i = static_cast<int>(threadIdx.x) + j * kThreads, g = i / kGroup;
-    if (g >= num_groups) break;  // a warp goes on or it does not
+  if (!here) {
+    Ids ids;
+    ids.ask(p, step);
     bool unused = false;
-    const int id = here ? s.ids[i] : ids.get(j, p.num_experts, &unused);
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+      if ((thread + j * kThreads) / kGroup < num_groups) s.ids[thread + j * kThreads] = ids.get(j, p.num_experts, &unused);
+    }
+  }
+  clear_words(s.before, num_groups * p.num_experts);
+#pragma unroll 1
+  for (int i = thread; i < p.num_experts; i += kThreads) s.total[i] = 0;
+  __syncthreads();
+#pragma unroll 1
+  for (int i = thread; i / kGroup < num_groups; i += kThreads) {
+    const int id = s.ids[i];
     const unsigned below = (1u << lane) - 1, same = lanes_with(id + 1, p.id_bits);
     if (id >= 0 && !(same & below)) {
-      s.before[g * p.num_experts + id] = __popc(same);
+      s.before[i / kGroup * p.num_experts + id] = __popc(same);
       atomicAdd(&s.total[id], __popc(same));
     }
     s.place[i] = __popc(same & below);
-    s.ids[i] = id;
-    s.weight[i] = __uint_as_float(weights.bits[j]);
+  }
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) {
+    if ((thread + j * kThreads) / kGroup < num_groups) s.weight[thread + j * kThreads] = __uint_as_float(weights.bits[j]);
   }
   __syncthreads();
 }
@@ -54,8 +61,10 @@ __device__ __forceinline__ void load_pairs(const DispatchArgs& a, const PlanShap
 __device__ inline void sum_groups(const PlanShape& p, const Shared& s, Step step) {
   constexpr int kAtOnce = 8;
   const int columns = p.num_experts, num_groups = step.num_groups();
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < columns; i += kThreads) {
     int run = 0;
+#pragma unroll 1
     for (int g = 0; g < num_groups; g += kAtOnce) {
       int n[kAtOnce];
 #pragma unroll
@@ -77,6 +86,7 @@ __device__ __forceinline__ void count_pairs(const DispatchArgs& a, const PlanSha
     load_pairs(a, p, s, step_of(p, chunk, n), here);
     const bool ends = step_of(p, chunk, n + 1).n == 0;
     // Each thread comes back to its own columns.
+#pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < p.num_experts; i += kThreads) {
       const int32_t count = (n > 0 ? s.running[i] : 0) + s.total[i];
       if (ends) store_relaxed(counts + i, static_cast<uint64_t>(epoch) << 32 | static_cast<uint32_t>(count));
@@ -94,15 +104,18 @@ __device__ inline bool sum_pairs(const DispatchArgs& a, const PlanShape& p, cons
   const int columns = p.num_experts, stride = p.num_ranks + p.num_experts;
   const int parts = max(1, kThreads / columns);  // threads that share a column
   const uint64_t* counts = a.chunk_counts + p.num_ranks;
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < columns; i += kThreads) {
     if (total) s.all[i] = own ? s.running[i] : static_cast<int32_t>(static_cast<uint32_t>(load_relaxed(counts + static_cast<int64_t>(chunk) * stride + i)));
     s.running[i] = 0;
   }
   __syncthreads();
   bool good = true;
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); good && i < columns * parts; i += kThreads) {
     const int column = i % columns;
     uint32_t sum = 0;
+#pragma unroll 1
     for (int c = i / columns; good && c < chunk; c += kAtOnce * parts) {
       uint64_t v[kAtOnce];
       good = wait_until(
@@ -125,13 +138,15 @@ __device__ inline bool sum_pairs(const DispatchArgs& a, const PlanShape& p, cons
     atomicAdd(&s.running[column], static_cast<int32_t>(sum));
   }
   if (!__syncthreads_and(good)) return false;
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); total && i < columns; i += kThreads) s.all[i] += s.running[i];
   return true;
 }
 
-/// Position of each pair of a loaded step among the equal ones before it. s.running moves on behind the step.
+/// Position of each pair of a loaded step among the equal ones before it.
 __device__ __forceinline__ void place_step(const DispatchArgs& a, const PlanShape& p, const Shared& s, Step step) {
   const Routing& r = a.routing;
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < step.n; i += kThreads) {
     const int id = s.ids[i];
     const int pair = id >= 0 ? s.place[i] + s.before[i / kGroup * p.num_experts + id] + s.running[id] : -1;
@@ -140,23 +155,28 @@ __device__ __forceinline__ void place_step(const DispatchArgs& a, const PlanShap
     s.place[i] = pair;
     if (a.has_weights) r.topk_weights[step.begin + i] = s.weight[i];
   }
-  __syncthreads();
-  for (int i = static_cast<int>(threadIdx.x); i < p.num_experts; i += kThreads) s.running[i] += s.total[i];
-  __syncthreads();
+}
+
+/// The same of a chunk that is not loaded, all its steps. `memory`: all of Shared.
+__device__ __noinline__ inline void reload_pairs(const DispatchArgs& a, const PlanShape& p, int32_t* memory, int chunk) {
+  const Shared s(memory, p);
+#pragma unroll 1
+  for (int n = 0; step_of(p, chunk, n).n > 0; ++n) {
+    const Step step = step_of(p, chunk, n);
+    load_pairs(a, p, s, step, false);
+    sum_groups(p, s, step);
+    __syncthreads();
+    place_step(a, p, s, step);
+    __syncthreads();
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x); i < p.num_experts; i += kThreads) s.running[i] += s.total[i];
+  }
 }
 
 /// `loaded`: the chunk is one step, and that has been loaded and its groups summed.
-__device__ inline void place_chunk(const DispatchArgs& a, const PlanShape& p, const Shared& s, int chunk, bool loaded, uint32_t epoch) {
-  for (int n = 0;; ++n) {
-    const Step step = step_of(p, chunk, n);
-    if (step.n == 0) break;
-    if (!loaded) {
-      load_pairs(a, p, s, step, false);
-      sum_groups(p, s, step);
-      __syncthreads();
-    }
-    place_step(a, p, s, step);
-  }
+__device__ __forceinline__ void place_chunk(const DispatchArgs& a, const PlanShape& p, const Shared& s, int chunk, bool loaded, uint32_t epoch) {
+  if (loaded) place_step(a, p, s, step_of(p, chunk, 0));
+  else reload_pairs(a, p, s.before, chunk);
   __syncthreads();
   if (threadIdx.x == 0) store_release_gpu(&a.flags[kPlaced + chunk], epoch);
 }

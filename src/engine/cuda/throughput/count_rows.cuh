@@ -28,37 +28,32 @@ __device__ __forceinline__ bool load_rows(const PlanShape& p, const Shared& s, S
   const int thread = static_cast<int>(threadIdx.x), lane = lane_id(), topk = p.num_topk;
   const int num_groups = step.num_groups();
   const unsigned below = (1u << lane) - 1;
-  const bool is_whole = kGroup % topk == 0;                                                // tokens do not reach across warps
-  const unsigned earlier = is_whole ? below & ~((1u << lane / topk * topk) - 1) : 0u;  // entries of the token
+  const bool is_whole = p.are_whole;
+  const unsigned earlier = is_whole ? below & ~((1u << lane / topk * topk) - 1) : 0u;  // entries of the token that come first
   clear_words(s.row_before, p.num_groups * s.row_stride);
   copies_done();  // the expert table
   __syncthreads();
   bool bad = false;
-  if (!is_whole) {
-#pragma unroll
-    for (int j = 0; j < kEach; ++j) {
-      const int i = thread + j * kThreads;
-      if (i / kGroup >= num_groups) break;
-      bool unused = false;
-      const int id = ids.get(j, p.num_experts, &unused);
-      s.slot[i] = id >= 0 ? s.owner[id] : -1;
-    }
-    __syncthreads();
-  }
 #pragma unroll
   for (int j = 0; j < kEach; ++j) {
     const int i = thread + j * kThreads;
     if (i / kGroup >= num_groups) break;  // a warp goes on or it does not
-    const int id = ids.get(j, p.num_experts, &bad), owner = id >= 0 ? s.owner[id] : -1;
+    const int id = ids.get(j, p.num_experts, &bad);
+    s.ids[i] = id;
+    s.slot[i] = id >= 0 ? s.owner[id] : -1;
+  }
+  if (!is_whole) __syncthreads();
+#pragma unroll 1
+  for (int i = thread; i / kGroup < num_groups; i += kThreads) {
+    const int owner = s.slot[i];
     const unsigned same = lanes_with(owner + 1, p.rank_bits);
     bool is_first = owner >= 0 && !(same & earlier);
     if (!is_whole) {
+#pragma unroll 1
       for (int k = i / topk * topk; k < i; ++k) is_first = is_first && s.slot[k] != owner;
     }
     const unsigned same_first = same & __ballot_sync(kFull, is_first);
     if (is_first && !(same_first & below)) s.row_before[i / kGroup * s.row_stride + owner] = __popc(same_first);
-    s.ids[i] = id;
-    if (is_whole) s.slot[i] = owner;
     s.first[i] = is_first ? owner : -1;
     s.place[i] = __popc(same_first & below);
   }
@@ -70,6 +65,7 @@ template <class Take>
 __device__ __forceinline__ void sum_row_groups(const PlanShape& p, const Shared& s, Take take) {
   static_assert(kPairs / kGroup <= 64);
   const int lane = lane_id(), g = 2 * lane;
+#pragma unroll 1
   for (int r = warp_id(); r < p.num_ranks; r += kThreads / 32) {
     int32_t* at = s.row_before + g * s.row_stride + r;
     const int n0 = g < p.num_groups ? at[0] : 0, n1 = g + 1 < p.num_groups ? at[s.row_stride] : 0;
@@ -89,6 +85,7 @@ __device__ __forceinline__ void sum_row_groups(const PlanShape& p, const Shared&
 /// `ids`: of its first step. Returns whether an id is out of range.
 __device__ __forceinline__ bool count_rows(const DispatchArgs& a, const PlanShape& p, const Shared& s, int chunk, Ids* ids, uint32_t epoch) {
   bool bad = false;
+#pragma unroll 1
   for (int n = 0;; ++n) {
     const Step step = step_of(p, chunk, n), next = step_of(p, chunk, n + 1);
     if (load_rows(p, s, step, *ids)) {
@@ -117,6 +114,7 @@ __device__ __forceinline__ bool sum_rows(const DispatchArgs& a, const PlanShape&
   const uint64_t none = static_cast<uint64_t>(epoch) << 32;
   bool good = true;
   uint32_t flags = 0;
+#pragma unroll 1
   for (int r = warp_id(); r < p.num_ranks; r += kThreads / 32) {
     const uint64_t* from = a.chunk_counts + lane * columns + r;
     uint64_t v = none, w = none;  // of chunks `lane` and `lane` + 32
@@ -149,10 +147,8 @@ __device__ __forceinline__ bool sum_rows(const DispatchArgs& a, const PlanShape&
 /// Position of each row of a loaded step in the list of its destination: what rows need to leave.
 __device__ __forceinline__ void place_rows(const DispatchArgs& a, const PlanShape& p, const Shared& s, Step step, int first_token) {
   const Routing& r = a.routing;
-#pragma unroll
-  for (int j = 0; j < kEach; ++j) {
-    const int i = static_cast<int>(threadIdx.x) + j * kThreads;
-    if (i >= step.n) break;
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < step.n; i += kThreads) {
     const int rank = s.first[i];
     const int at = rank >= 0 ? s.place[i] + s.row_before[i / kGroup * s.row_stride + rank] + s.row_base[rank] : -1;
     r.send_index[step.begin + i] = at;
@@ -162,21 +158,29 @@ __device__ __forceinline__ void place_rows(const DispatchArgs& a, const PlanShap
   }
 }
 
-/// `loaded`: the chunk is one step, and that is loaded.
-__device__ __forceinline__ void place_chunk_rows(const DispatchArgs& a, const PlanShape& p, const Shared& s, int chunk, bool loaded, uint32_t epoch) {
-  for (int n = 0; n == 0 || step_of(p, chunk, n).n > 0; ++n) {
+/// The same of a chunk that is not loaded, all its steps. `memory`: all of Shared.
+__device__ __noinline__ inline void reload_rows(const DispatchArgs& a, const PlanShape& p, int32_t* memory, int chunk) {
+  const Shared s(memory, p);
+#pragma unroll 1
+  for (int n = 0; step_of(p, chunk, n).n > 0; ++n) {
     const Step step = step_of(p, chunk, n);
-    if (!loaded) {
-      Ids ids;
-      ids.ask(p, step);
-      load_rows(p, s, step, ids);
-      sum_row_groups(p, s, [&](int r, int total) { s.row_total[r] = total; });
-      __syncthreads();
-    }
+    Ids ids;
+    ids.ask(p, step);
+    load_rows(p, s, step, ids);
+    sum_row_groups(p, s, [&](int r, int total) { s.row_total[r] = total; });
+    __syncthreads();
     place_rows(a, p, s, step, chunk * p.chunk_tokens + n * p.step_tokens);
     __syncthreads();
-    for (int r = static_cast<int>(threadIdx.x); r < p.num_ranks && !loaded; r += kThreads) s.row_base[r] += s.row_total[r];
+#pragma unroll 1
+    for (int r = static_cast<int>(threadIdx.x); r < p.num_ranks; r += kThreads) s.row_base[r] += s.row_total[r];
   }
+}
+
+/// `loaded`: the chunk is one step, and that is loaded.
+__device__ __forceinline__ void place_chunk_rows(const DispatchArgs& a, const PlanShape& p, const Shared& s, int chunk, bool loaded, uint32_t epoch) {
+  if (loaded) place_rows(a, p, s, step_of(p, chunk, 0), chunk * p.chunk_tokens);
+  else reload_rows(a, p, s.before, chunk);
+  __syncthreads();
   if (threadIdx.x == 0) store_release_gpu(&a.flags[kRowsPlaced + chunk], epoch);
 }
 

@@ -2,6 +2,7 @@
 // decided by ticket. Else a few blocks only send, so that the fences of their announcers wait for the link alone and rows arrive
 // early; all others lay rows out as they arrive, and their own rank's rows from x, which wait for nobody's rows: with the padding they
 // fill the time until the first rows come. The bits are those of move.cu.
+#define TURNOUT_WAITS_CALL 1
 #include "engine/cuda/kernels.h"
 #include "engine/cuda/launch.h"
 #include "engine/cuda/throughput/bulk.h"
@@ -179,7 +180,7 @@ __device__ void receive_part(const DispatchArgs& a, const MoveShape& p, Shared& 
   const int chunk = static_cast<int>(threadIdx.x) - 32;
   bool counted = true;
   if (a.chained && threadIdx.x == 0) counted = wait_local(a.common, call.epoch, &a.flags[kCounted]);
-  if (a.chained && chunk >= 0 && chunk < num_chunks(a.num_tokens)) counted = wait_local(a.common, call.epoch, &a.flags[kPlaced + chunk]);
+  if (a.chained && chunk >= 0 && chunk < p.num_chunks) counted = wait_local(a.common, call.epoch, &a.flags[kPlaced + chunk]);
   if (!__syncthreads_and(counted)) return;
   if (warp >= p.workers && p.zero_bytes && index >= 0) pad_groups(a, p, ring + p.zero_at, index, count);
   // Through the host a few blocks take what arrives, before what is here already.
@@ -229,7 +230,7 @@ __global__ void __launch_bounds__(kThreads, 1) bulk_move_kernel(const __grid_con
   const bool loads = sends && here && warp_id() < p.pushers;
   if (loads) first.load(a, p, sh, ring, call);
   const bool found = !loads || first.find(a, p, ring, call);
-  const bool ready = set_up(a, sh, found, call) && here;
+  const bool ready = set_up(a, p, sh, found, call) && here;
   if (!ready && loads) first.drop(p, sh);
   if (ready) {
     if (sends) send_part(a, p, sh, ring, &first, call);

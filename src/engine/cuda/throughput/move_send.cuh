@@ -45,7 +45,7 @@ static_assert(kMaxRanks < kFirstBegins && kFirstBegins + kMaxRanks < kThreads - 
 
 /// What a block needs to know to send, once the plan kernel has found it out; all of it is asked for at once. Places of pairs may come later
 /// (kPlaced). False: given up, as when `good` is false.
-__device__ inline bool set_up(const DispatchArgs& a, Shared& sh, bool good, Call call) {
+__device__ inline bool set_up(const DispatchArgs& a, const MoveShape& p, Shared& sh, bool good, Call call) {
   const Common& c = a.common;
   const int thread = static_cast<int>(threadIdx.x);
   if (!a.chained) {
@@ -56,7 +56,7 @@ __device__ inline bool set_up(const DispatchArgs& a, Shared& sh, bool good, Call
     }
   } else if (thread >= kThreads - kMaxChunks) {  // warps of their own for each kind of wait
     const int chunk = thread - (kThreads - kMaxChunks);
-    if (chunk < num_chunks(a.num_tokens)) good = good && wait_local(c, call.epoch, &a.flags[kRowsPlaced + chunk]);
+    if (chunk < p.num_chunks) good = good && wait_local(c, call.epoch, &a.flags[kRowsPlaced + chunk]);
   } else if (thread >= kFirstBegins && !c.through_host) {
     good = good && read_begins(c, call, thread - kFirstBegins, kThreads - kMaxChunks - kFirstBegins, sh.begin, sh.from, &sh.told);
   } else if (thread >= kFirstBegins && thread - kFirstBegins <= c.team.num_ranks) {
@@ -75,6 +75,7 @@ __device__ inline bool set_up(const DispatchArgs& a, Shared& sh, bool good, Call
   if (!__syncthreads_and(good) || !all_agree(c, sh.told)) return false;
   if (thread <= c.team.num_ranks) {
     int64_t begin = 0;
+#pragma unroll 1
     for (int s = 0; s < thread; ++s) begin += sh.from[s];
     sh.begins[thread] = static_cast<int32_t>(min(begin, a.block_rows));
   }
@@ -181,12 +182,11 @@ struct FirstRows {
   }
   /// Where they go, as soon as this rank has placed them: before it knows what the others send. False: given up.
   __device__ __forceinline__ bool find(const DispatchArgs& a, const MoveShape& p, std::byte* ring, Call call) {
-    const auto each = static_cast<int>(chunk_tokens(a.num_tokens));
     bool good = true;
 #pragma unroll
     for (int j = 0; j < kMost; ++j) {
       if (j >= num) break;
-      if (a.chained && lane_id() == 0) good = good && wait_local(a.common, call.epoch, &a.flags[kRowsPlaced + token[j] / each]);
+      if (a.chained && lane_id() == 0) good = good && wait_local(a.common, call.epoch, &a.flags[kRowsPlaced + token[j] / p.chunk_tokens]);
       good = __shfl_sync(kFull, good, 0);
       if (good) index[j].load(a, token[j], ring + static_cast<int64_t>(warp_id() * p.push_ring + j) * p.stage_bytes);
     }
@@ -248,6 +248,7 @@ __device__ __forceinline__ void push_rows(const DispatchArgs& a, const MoveShape
 __device__ __forceinline__ void send_part(const DispatchArgs& a, const MoveShape& p, Shared& sh, std::byte* ring, FirstRows* first, Call call) {
   // Who lays rows out wants to know of each.
   bool all_stay = true;
+#pragma unroll 1
   for (int d = 0; d < a.common.team.num_ranks; ++d) all_stay = all_stay && (d == a.common.team.rank || sh.offers[d].rows_stay());
   if (warp_id() < p.pushers) {
     if (all_stay) push_rows<false>(a, p, sh, ring, *first);
