@@ -1,5 +1,6 @@
 // Second kernel of a dispatch: which pairs are admitted, where their rows go in the result, and what the result says about
 // itself (counts, offsets, sorted rows). One block makes the tables; then all blocks go over the received ids, unless the move kernel does.
+#define TURNOUT_WAITS_CALL 1
 #include "engine/cuda/device/admit_tables.cuh"
 #include "engine/cuda/kernels.h"
 #include "engine/cuda/launch.h"
@@ -152,7 +153,7 @@ __device__ bool read_counts(const DispatchArgs& a, Call call, int local, int32_t
   constexpr int kAtOnce = 4;
   const Common& c = a.common;
   const Routing& r = a.routing;
-  const int num_ranks = c.team.num_ranks, first = HeaderInts::experts(num_ranks), begin = first / kWordPayload;
+  const int num_ranks = c.team.num_ranks, first = HeaderInts::later_experts(num_ranks), begin = first / kWordPayload;
   const int end = local > 0 ? (first + local - 1) / kWordPayload + 1 : begin;
   for (int at = begin + static_cast<int>(threadIdx.x); at < end; at += kThreads) {
     const int e0 = at * kWordPayload - first;

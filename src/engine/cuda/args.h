@@ -204,7 +204,7 @@ struct DispatchArgs {
   int num_local = 0;  ///< experts of this rank
 
   // Scratch of the lane, in this GPU's memory.
-  uint64_t* chunk_counts = nullptr;  ///< [kMaxChunks][R + P]: the epoch above, below it kBadChunk and a count
+  uint64_t* chunk_counts = nullptr;  ///< [kMaxChunks][R + P]: the epoch above, below it a count and (rows: the first R) kBadChunk
   uint32_t* flags = nullptr;         ///< [kNumFlags] local signals: epochs
   uint32_t* begins = nullptr;  ///< [R + 1][4]: send_begin and recv_begin as flagged words, which need no fence: exact size, and through the host
   int64_t* counts_for_host = nullptr;  ///< exact: mapped (CountWords)
@@ -291,7 +291,8 @@ enum LocalFlag : int {
   kAdmitted,   ///< ids of received rows have come too
   kQuantised,  ///< kQuantised + part: the tokens of it are, where that is done ahead
   kPlaced = kQuantised + kAheadParts,  ///< kPlaced + chunk: its pairs have their places
-  kNumFlags = kPlaced + kMaxChunks
+  kRowsPlaced = kPlaced + kMaxChunks,  ///< kRowsPlaced + chunk: the rows of its tokens have theirs, which is all that rows need to leave
+  kNumFlags = kRowsPlaced + kMaxChunks
 };
 /// Channels of a source: one per chunk of meta data, then one per block that announces rows.
 inline constexpr int kRowChannels = kMaxChunks;

@@ -106,9 +106,13 @@ struct HeaderInts {
   static constexpr int kNumFacts = 19;
   static constexpr int kRows = kFactValues + 2 * kNumFacts;                                      ///< [num_ranks] token rows for each rank
   static constexpr TURNOUT_HOST_DEVICE int experts(int num_ranks) { return kRows + num_ranks; }  ///< [local experts of the addressee]
+  /// The same where they follow later than the rest: they begin a word of their own.
+  static constexpr TURNOUT_HOST_DEVICE int later_experts(int num_ranks) {
+    return (experts(num_ranks) + kWordPayload - 1) / kWordPayload * kWordPayload;
+  }
 };
 inline constexpr int64_t kRoomUnit = 128;
-constexpr int header_ints_of(int num_ranks, int max_local_experts) { return HeaderInts::experts(num_ranks) + max_local_experts; }
+constexpr int header_ints_of(int num_ranks, int max_local_experts) { return HeaderInts::later_experts(num_ranks) + max_local_experts; }
 
 /// Payload of an offer: the block of the sender's receive region that the addressee may write in this call.
 struct Offer {

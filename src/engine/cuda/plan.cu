@@ -1,12 +1,15 @@
 // First kernel of a dispatch in throughput mode. Tokens are counted in chunks, which blocks claim; a chunk's prefix is the sum of
-// the chunks before it, whose blocks have started. The block of the last chunk knows the totals: it exchanges
-// headers with all ranks. Then every block sends ids, weights and positions of its chunks to where the rows will go.
+// the chunks before it, whose blocks have started. The block of the last chunk knows the totals: it exchanges headers with all ranks, first
+// the rows, which are counted before all else because they wait for nothing but these, then the pairs of experts. Then every block sends
+// ids, weights and positions of its chunks to where the rows will go.
+#define TURNOUT_WAITS_CALL 1
 #include <algorithm>
 
-#include "engine/cuda/device/tell_host.cuh"
 #include "engine/cuda/kernels.h"
 #include "engine/cuda/launch.h"
-#include "engine/cuda/throughput/count.cuh"
+#include "engine/cuda/throughput/count_pairs.cuh"
+#include "engine/cuda/throughput/count_rows.cuh"
+#include "engine/cuda/throughput/plan_tables.cuh"
 
 namespace turnout::engine::cuda {
 namespace {
@@ -16,118 +19,61 @@ using namespace count;
 struct Tables {  // of experts: for the block that sends headers
   int32_t num_local[kMaxRanks], first[kMaxRanks];
 };
-__device__ __forceinline__ void load_owners(const Common& c, const Shared& s) {
-  for (int i = static_cast<int>(threadIdx.x); i < c.num_experts; i += kThreads) {
-    const int32_t owner = __ldg(c.owner + i), local = __ldg(c.local + i);
-    s.owner[i] = owner;
-    s.local[i] = local;
+/// They are here after copies_done().
+__device__ __forceinline__ void ask_owners(const PlanShape& p, const Shared& s) {
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < p.num_experts; i += kThreads) {
+    copy_async(s.owner + i, p.owner + i);
+    copy_async(s.local + i, p.local + i);
   }
 }
-/// They are here after copies_done().
-__device__ __forceinline__ void ask_tables(const Common& c, const Shared& s, const ExpertTable& experts, Tables* tables) {
+__device__ __forceinline__ void ask_tables(const Common& c, const Shared& s, Tables* tables) {
+  const ExpertTable experts = *c.experts;
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < c.num_experts; i += kThreads) copy_async(s.by_rank + i, experts.by_rank + i);
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < c.team.num_ranks; i += kThreads) {
     copy_async(tables->num_local + i, experts.num_local + i);
     copy_async(tables->first + i, experts.first + i);
   }
 }
 
-/// Headers out; `facts` lack only whether an id is out of range (`bad`).
-__device__ void send_totals(const DispatchArgs& a, const Shared& s, const Tables& tables, bool bad, Call call, FactWords* facts) {
-  const Common& c = a.common;
-  const int num_ranks = c.team.num_ranks;
-  if (threadIdx.x == 0) facts->words[HeaderInts::kRefused] = bad;
+/// Headers out as far as rows go; `facts` lack only whether an id is out of range (`bad`).
+__device__ __forceinline__ void send_rows(const Common& c, const Shared& s, bool bad, Call call, const FactWords& facts) {
+  send_header(c, call, 0, HeaderInts::experts(c.team.num_ranks), [&](int, int i) -> uint32_t {
+    if (i == HeaderInts::kRefused) return bad;
+    return i < HeaderInts::kRows ? facts.words[i] : static_cast<uint32_t>(s.row_all[i - HeaderInts::kRows]);
+  });
+}
+/// The rest of them.
+__device__ __forceinline__ void send_pairs(const Common& c, const Shared& s, const Tables& tables, Call call) {
+  const int begin = HeaderInts::later_experts(c.team.num_ranks);
   copies_done();
   __syncthreads();
-  send_header(c, call, HeaderInts::experts(num_ranks) + c.max_local, [&](int rank, int i) -> uint32_t {
-    if (i < HeaderInts::kRows) return facts->words[i];
-    if (i < HeaderInts::experts(num_ranks)) return static_cast<uint32_t>(s.all[i - HeaderInts::kRows]);
-    const int e = i - HeaderInts::experts(num_ranks);
-    return e < tables.num_local[rank] ? static_cast<uint32_t>(s.all[num_ranks + s.by_rank[tables.first[rank] + e]]) : 0;
+  send_header(c, call, begin, begin + c.max_local, [&](int rank, int i) -> uint32_t {
+    const int e = i - begin;
+    return e < tables.num_local[rank] ? static_cast<uint32_t>(s.all[s.by_rank[tables.first[rank] + e]]) : 0;
   });
 }
 
-/// Headers in; the rows of the table go to `rows` too. False: given up.
-__device__ bool receive_totals(const DispatchArgs& a, Call call, const FactWords* facts, int32_t* rows) {
+/// Headers in as far as rows go, which go to `rows` too. False: given up.
+__device__ bool receive_rows(const DispatchArgs& a, Call call, const FactWords* facts, int32_t* rows) {
   const Common& c = a.common;
-  const int num_ranks = c.team.num_ranks, local = a.num_local, most = c.max_local;
-  const bool good = receive_headers(c, call, HeaderInts::experts(num_ranks) + most, facts, [&](int source, int i, uint32_t value) {
+  const int num_ranks = c.team.num_ranks;
+  const bool good = receive_headers(c, call, 0, HeaderInts::experts(num_ranks), facts, [&](int source, int i, uint32_t value) {
     if (i == HeaderInts::kTokens) a.routing.source_tokens[source] = static_cast<int32_t>(value);
-    if (i < HeaderInts::kRows) return;
-    if (i < HeaderInts::experts(num_ranks)) {
+    if (i >= HeaderInts::kRows)
       a.routing.rows[source * num_ranks + i - HeaderInts::kRows] = rows[source * num_ranks + i - HeaderInts::kRows] = static_cast<int32_t>(value);
-    } else if (i - HeaderInts::experts(num_ranks) < local && !move_places(a)) {  // else the admit kernel reads them itself
-      a.routing.expert_base[source * local + i - HeaderInts::experts(num_ranks)] = static_cast<int32_t>(value);
-    }
   });
   return __syncthreads_and(good);
 }
-
-/// Exclusive prefix sums of in[0, n) and the total at out[n]. One warp.
-__device__ void prefix_sum(const int32_t* in, int n, int32_t* out) {
-  int32_t begin = 0;
-  for (int at = 0; at < n; at += 32) {
-    const int i = at + lane_id();
-    const int32_t value = i < n ? in[i] : 0;
-    int32_t run = value;
-    for (int d = 1; d < 32; d *= 2) {
-      const int32_t v = __shfl_up_sync(kFull, run, d);
-      if (lane_id() >= d) run += v;
-    }
-    if (i < n) out[i] = begin + run - value;
-    begin += __shfl_sync(kFull, run, 31);
-  }
-  if (lane_id() == 0) out[n] = begin;
-}
-
-/// Tables that follow from the rows that ranks send each other, once the room of a block is known. One block calls it.
-__device__ void derive_tables(const DispatchArgs& a, const int32_t* table, uint32_t epoch) {
-  __shared__ int32_t sent[kMaxRanks], kept[kMaxRanks];
-  const Routing& r = a.routing;
-  const int num_ranks = a.common.team.num_ranks, me = a.common.team.rank;
-  const auto rows = [&](int s, int d) { return static_cast<int64_t>(table[s * num_ranks + d]); };
-  const int64_t room = a.capacity >= 0 ? a.block_rows : static_cast<int64_t>(INT32_MAX);
-  const auto admitted = [&](int64_t begin, int64_t n) { return begin + n <= room ? n : begin < room ? room - begin : 0; };
-  const auto tell_begins = [&](int i, int64_t send, int64_t receive) {
-    store_word(reinterpret_cast<uint4*>(a.begins) + i, uint4{static_cast<uint32_t>(send), static_cast<uint32_t>(min(receive, room)), 0, epoch});
-  };
-  // Thread i speaks for rank i as destination (what this rank sends there) and as source (what it sends here).
-  if (const int i = static_cast<int>(threadIdx.x); i < num_ranks) {
-    int64_t send_begin = 0, recv_begin = 0, record = 0;
-    for (int s = 0; s < me; ++s) send_begin += rows(s, i);
-    for (int s = 0; s < i; ++s) recv_begin += rows(s, me);
-    // What rows wait for comes first.
-    tell_begins(i, send_begin, recv_begin);
-    if (i == num_ranks - 1) tell_begins(num_ranks, 0, recv_begin + rows(i, me));
-    // Where this rank's records begin in the combine block of source i: behind those of the ranks before this one.
-    for (int d = 0; d < me; ++d) {
-      int64_t begin = 0;
-      for (int other = 0; other < i; ++other) begin += rows(other, d);
-      record += admitted(begin, rows(i, d));
-    }
-    r.send_begin[i] = static_cast<int32_t>(send_begin);
-    r.record_begin[i] = static_cast<int32_t>(record);
-    r.sent[i] = sent[i] = static_cast<int32_t>(admitted(send_begin, rows(me, i)));
-    kept[i] = static_cast<int32_t>(admitted(recv_begin, rows(i, me)));
-  }
-  __syncthreads();
-  if (warp_id() == 0) prefix_sum(sent, num_ranks, r.send_offset);
-  if (warp_id() == 1) prefix_sum(kept, num_ranks, r.recv_begin);
-  __syncthreads();
-}
-
-/// Rooms and counts for the host (exact).
-__device__ __noinline__ void tell_host(const DispatchArgs& a, Call call) {
-  const int num_ranks = a.common.team.num_ranks, local = a.num_local;
-  tell_rooms(a.common, call, a.counts_for_host);
-  for (int i = static_cast<int>(threadIdx.x); i < num_ranks * num_ranks; i += kThreads)
-    a.counts_for_host[CountWords::rows(num_ranks) + i] = a.routing.rows[i];
-  for (int e = static_cast<int>(threadIdx.x); e < local; e += kThreads) {
-    int64_t sum = 0;
-    for (int s = 0; s < num_ranks; ++s) sum += a.routing.expert_base[s * local + e];
-    a.counts_for_host[CountWords::pairs(num_ranks) + e] = sum;
-  }
-  publish_counts(a.counts_for_host, call.epoch);
+/// The rest of them, from ranks that agree.
+__device__ bool receive_pairs(const DispatchArgs& a, Call call, const FactWords* facts) {
+  const int begin = HeaderInts::later_experts(a.common.team.num_ranks), local = a.num_local;
+  const bool good = receive_headers(a.common, call, begin, begin + a.common.max_local, facts, [&](int source, int i, uint32_t value) {
+    if (i - begin < local && !move_places(a)) a.routing.expert_base[source * local + i - begin] = static_cast<int32_t>(value);
+  });
+  return __syncthreads_and(good);
 }
 
 struct Places {  // where this rank's rows go
@@ -160,12 +106,14 @@ __device__ void send_step(const DispatchArgs& a, const Shared& s, const Places& 
 }
 
 /// `loaded`: the chunk is one step, which has been placed and is still in shared memory.
-__device__ void send_meta(const DispatchArgs& a, const Shared& s, const Places& places, int chunk, int num_groups, bool loaded, Call call) {
+__device__ void send_meta(const DispatchArgs& a, const PlanShape& p, const Shared& s, const Places& places, int chunk, bool loaded, Call call) {
   const Common& c = a.common;
   const Routing& r = a.routing;
+#pragma unroll 1
   for (int n = 0;; ++n) {
-    const Step step = step_of(a, chunk, n, num_groups);
+    const Step step = step_of(p, chunk, n);
     if (step.n == 0) break;
+#pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); !loaded && i < step.n; i += kThreads) {
       s.ids[i] = r.topk_idx[step.begin + i];
       s.slot[i] = r.send_index[step.begin + i];
@@ -180,6 +128,7 @@ __device__ void send_meta(const DispatchArgs& a, const Shared& s, const Places& 
   // The last step has ended with all threads at one place.
   if (threadIdx.x != 0) return;
   fence_system();
+#pragma unroll 1
   for (int d = 0; d < c.team.num_ranks; ++d) {
     store_relaxed(reinterpret_cast<uint64_t*>(c.team.base[d] + c.arena.channel_at(c.lane, call.copy, c.team.rank, chunk)), signal_of(call.epoch, 0));
   }
@@ -192,12 +141,14 @@ __device__ bool gather_places(const DispatchArgs& a, Call call, Places* places, 
   const Common& c = a.common;
   bool good = true;
   if (kExact || c.through_host) {
+#pragma unroll 1
     for (int d = static_cast<int>(threadIdx.x); good && d < c.team.num_ranks; d += kThreads) {
       uint4 begins;
       good = wait_word(c, Phase::local_blocks, c.team.rank, call.epoch, false, reinterpret_cast<const uint4*>(a.begins) + d, &begins);
       places->begin[d] = static_cast<int32_t>(begins.x);
     }
   } else {
+#pragma unroll 1
     for (int d = static_cast<int>(threadIdx.x); d < c.team.num_ranks; d += kThreads) places->begin[d] = 0;
     __syncthreads();
     const bool told = read_begins(c, call, static_cast<int>(threadIdx.x), kThreads, places->begin, places->num_rows, &places->told);
@@ -205,9 +156,11 @@ __device__ bool gather_places(const DispatchArgs& a, Call call, Places* places, 
   }
   // Ends with all threads at one place.
   if (!__syncthreads_and(good) || !gather_offers(c, call, places->offers, first)) return false;
+#pragma unroll 1
   for (int d = static_cast<int>(threadIdx.x); d < c.team.num_ranks; d += kThreads) {
     std::byte* block = offered_block(c, d, places->offers[d]);
     int32_t all = 0;
+#pragma unroll 1
     for (int s = 0; kExact && s < c.team.num_ranks; ++s) all += __ldcg(&a.routing.rows[s * c.team.num_ranks + d]);
     places->num_rows[d] = kExact ? all : static_cast<int32_t>(places->offers[d].rows);
     const BlockOffsets offsets = block_offsets(a, places->offers[d].rows, places->num_rows[d]);
@@ -220,6 +173,7 @@ __device__ bool gather_places(const DispatchArgs& a, Call call, Places* places, 
 }
 
 __device__ void send_offers(const DispatchArgs& a, Call call) {
+#pragma unroll 1
   for (int d = static_cast<int>(threadIdx.x); d < a.common.team.num_ranks; d += kThreads) {
     send_offer(a.common, call, d, a.block, a.block_rows, offered_channels(a));
   }
@@ -227,47 +181,42 @@ __device__ void send_offers(const DispatchArgs& a, Call call) {
 
 struct Chunks {  // those that a block has claimed
   int list[kMaxChunks], num, next;
-  int loaded;  ///< whose counts are in s.running, the last that was counted
 };
 
-/// Claims and counts chunks until all have been claimed, and not just one: where few SMs are free the other blocks may not have started,
-/// and this one will wait for what the last chunk brings. `asked`: the first step of the block's first. Returns whether one of its chunks
-/// had an id out of range.
-__device__ bool take_chunks(const DispatchArgs& a, const Shared& s, Chunks* chunks, Asked* asked, int num_groups, Call call) {
-  const int all = num_chunks(a.num_tokens), blocks = static_cast<int>(gridDim.x), thread = static_cast<int>(threadIdx.x);
+/// Claims chunks and counts their rows until all have been claimed, and not just one: where few SMs are free the other blocks may not have
+/// started, and this one will wait for what the last chunk brings. `ids`: of the first step of the block's first. Returns whether one of
+/// its chunks had an id out of range; *loaded is the last that was counted.
+__device__ __forceinline__ bool take_chunks(const DispatchArgs& a, const PlanShape& p, const Shared& s, Chunks* chunks, Ids* ids, int* loaded, Call call) {
+  const int all = p.num_chunks, blocks = static_cast<int>(gridDim.x), thread = static_cast<int>(threadIdx.x);
   uint32_t* claims = a.common.lane_control->started;
   bool bad = false, planned = true;  // chunks that are this block's if it comes in time
   int chunk = static_cast<int>(blockIdx.x);
   if (thread == 0) chunks->num = 0;
   for (;;) {
-    // The claim is on its way while the block counts.
+    // The claim is on its way while the block counts. What it counts of another's chunk is what the other finds.
     const uint32_t was = thread == 0 ? atomicExch(claims + chunk, call.epoch) : call.epoch;
-    const bool is_bad = count_chunk(a, s, chunk, num_groups, asked, call.epoch);
-    if (thread == 0) chunks->loaded = chunk;
-    const bool mine = __syncthreads_or(was != call.epoch);
-    if (mine) {
-      bad |= is_bad;
-      tell_counts(a, s, chunk, is_bad, call.epoch);
-      if (thread == 0) chunks->list[chunks->num++] = chunk;
-      if (chunk == 0 && a.capacity >= 0) send_offers(a, call);
-    }
+    bad = count_rows(a, p, s, chunk, ids, call.epoch) || bad;
+    *loaded = chunk;
     planned = planned && chunk + blocks < all;
+    if (planned) ids->ask(p, step_of(p, chunk + blocks, 0));
+    if (chunk == 0 && a.capacity >= 0) send_offers(a, call);
+    uint32_t claimed = planned || thread >= all ? call.epoch : *reinterpret_cast<const volatile uint32_t*>(claims + thread);
+    if (was != call.epoch) chunks->list[chunks->num++] = chunk;
     if (planned) {
+      __syncthreads();
       chunk += blocks;
-    } else {
-      uint32_t claimed = thread < all ? *reinterpret_cast<const volatile uint32_t*>(claims + thread) : call.epoch;
-      if (mine && step_of(a, chunk, 1, num_groups).n == 0) sum_groups(a, s, step_of(a, chunk, 0, num_groups));
-      if (thread == 0) chunks->next = all;
-      if (!__syncthreads_or(claimed != call.epoch)) return bad;
-      // A block that has just started may have claimed it meanwhile.
-      claimed = thread < all ? *reinterpret_cast<const volatile uint32_t*>(claims + thread) : call.epoch;
-      if (claimed != call.epoch) atomicMin(&chunks->next, (thread + all - chunk) % all);
-      __syncthreads();
-      if (chunks->next == all) return bad;
-      chunk = (chunks->next + chunk) % all;
-      __syncthreads();
+      continue;
     }
-    asked->ask(a, step_of(a, chunk, 0, num_groups));
+    if (thread == 0) chunks->next = all;
+    if (!__syncthreads_or(claimed != call.epoch)) return bad;
+    // A block that has just started may have claimed it meanwhile.
+    claimed = thread < all ? *reinterpret_cast<const volatile uint32_t*>(claims + thread) : call.epoch;
+    if (claimed != call.epoch) atomicMin(&chunks->next, (thread + all - chunk) % all);
+    __syncthreads();
+    if (chunks->next == all) return bad;
+    chunk = (chunks->next + chunk) % all;
+    __syncthreads();
+    ids->ask(p, step_of(p, chunk, 0));
   }
 }
 
@@ -276,8 +225,58 @@ struct LastOfAll {
   __device__ ~LastOfAll() { wait_for_previous(); }
 };
 
-__global__ void __launch_bounds__(kThreads, 1) plan_kernel(const __grid_constant__ DispatchArgs a, int num_groups) {
-  extern __shared__ int32_t memory[];
+/// The rows of the chunks that a block has claimed. The last chunk first: all ranks wait for its headers, which travel while rows find their
+/// places. *loaded: the chunk whose ids are in shared memory. False: given up.
+__device__ __forceinline__ bool plan_rows(const DispatchArgs& a, const PlanShape& p, const Shared& s, const Chunks& chunks, bool totals, int* loaded,
+                                          bool bad, const FactWords& facts, Call call) {
+  const int last = p.num_chunks - 1;
+  const int n = chunks.num;
+#pragma unroll 1
+  for (int i = totals ? n : n - 1; i >= 0; --i) {
+    const int chunk = i == n ? last : chunks.list[i];
+    if (i < n && totals && chunk == last) continue;
+    if (!sum_rows(a, p, s, chunk, i == n, &bad, call.epoch)) return false;
+    if (i == n) send_rows(a.common, s, bad, call, facts);
+    place_chunk_rows(a, p, s, chunk, chunk == *loaded && is_one_step(p, chunk), call.epoch);
+    *loaded = chunk;
+    __syncthreads();
+  }
+  return true;
+}
+
+/// What follows while rows travel: pairs, tables, and what ranks tell each other about them.
+__device__ __forceinline__ bool plan_pairs(const DispatchArgs& a, const PlanShape& p, const Shared& s, const Chunks& chunks, bool totals, int in_memory,
+                                           const Tables& tables, const FactWords& facts, int32_t* rows, Call call) {
+  const int n = chunks.num, last = p.num_chunks - 1;
+#pragma unroll 1
+  for (int i = 0; i < n; ++i) {
+    const int chunk = chunks.list[i];
+    count_pairs(a, p, s, chunk, i == 0 && chunk == in_memory && is_one_step(p, chunk), call.epoch);
+    __syncthreads();
+  }
+  const bool loaded = n == 1 && is_one_step(p, chunks.list[0]);
+  if (loaded) sum_groups(p, s, step_of(p, chunks.list[0], 0));
+#pragma unroll 1
+  for (int i = totals ? -1 : 0; i < n; ++i) {
+    const int chunk = i < 0 ? last : chunks.list[i];
+    if (i >= 0 && totals && chunk == last) continue;
+    if (!sum_pairs(a, p, s, chunk, n == 1, i < 0, call.epoch)) return false;
+    if (i < 0) {
+      send_pairs(a.common, s, tables, call);
+      if (!receive_rows(a, call, &facts, rows)) return false;
+      if (a.capacity >= 0) derive_tables(a, rows, call.epoch);
+    }
+    place_chunk(a, p, s, chunk, loaded, call.epoch);
+  }
+  if (!totals) return true;
+  if (!receive_pairs(a, call, &facts)) return false;
+  if (a.counts_for_host) tell_host(a, call);
+  if (a.capacity >= 0 && threadIdx.x == 0) store_release_gpu(&a.flags[kPlanReady], call.epoch);
+  return true;
+}
+
+__global__ void __launch_bounds__(kThreads, 1) plan_kernel(const __grid_constant__ PlanShape p, const __grid_constant__ DispatchArgs a) {
+  extern __shared__ __align__(16) int32_t memory[];
   __shared__ Places places;
   __shared__ FactWords facts;
   __shared__ Chunks chunks;
@@ -286,55 +285,46 @@ __global__ void __launch_bounds__(kThreads, 1) plan_kernel(const __grid_constant
   const Common& c = a.common;
   const LastOfAll last_of_all;
   let_next_start();
-  const Shared s(memory, c.team.num_ranks + c.num_experts, c.num_experts, num_groups);
+  const Shared s(memory, p);
   // All that needs nothing else is asked for at once.
-  Asked asked;
-  asked.ask(a, step_of(a, static_cast<int>(blockIdx.x), 0, num_groups));
-  const Call call = call_of(c);
-  const ExpertTable experts = *c.experts;
-  const bool over = is_over(c, call);
-  load_owners(c, s);
-  ask_tables(c, s, experts, &tables);
+  Ids ids;
+  ids.ask(p, step_of(p, static_cast<int>(blockIdx.x), 0));
+  ask_owners(p, s);
+  const uint64_t generation = *reinterpret_cast<const volatile uint64_t*>(&c.control->generation);
+  const uint64_t status = c.through_host ? *reinterpret_cast<const volatile uint64_t*>(&c.control->status) : load_relaxed(status_of(c, c.team.rank));
+  const uint32_t failed = *reinterpret_cast<const volatile uint32_t*>(&c.lane_control->failed);
+  const uint32_t before = *reinterpret_cast<const volatile uint32_t*>(&c.lane_control->epoch[blockIdx.x % kMaxChannels]);
+  const Call call{before + 1, static_cast<int>((before + 1) % static_cast<uint32_t>(c.arena.depth))};  // as call_of, once all have been asked
   clear_next_tickets(c, call);
-  if (over) return copies_done();
-  bool bad = take_chunks(a, s, &chunks, &asked, num_groups, call);
-  const int n = chunks.num, last = num_chunks(a.num_tokens) - 1;
-  if (n == 0) return copies_done();
-  // One step, still in shared memory, and its groups are summed.
-  const auto is_one_step = [&](int chunk) { return step_of(a, chunk, 1, num_groups).n == 0; };
-  // The last chunk first: all ranks wait for its headers, which travel while the other chunks find their places.
+  if ((status > generation || failed == call.epoch) && is_over(c, call)) return copies_done();
+  int loaded = 0;
+  const bool bad = take_chunks(a, p, s, &chunks, &ids, &loaded, call);
+  const int n = chunks.num;
+  if (n == 0) return;
   bool totals = false;
-  for (int i = 0; i < n; ++i) totals = totals || chunks.list[i] == last;
+#pragma unroll 1
+  for (int i = 0; i < n; ++i) totals = totals || chunks.list[i] == p.num_chunks - 1;
   if (totals && threadIdx.x == kThreads - 32) fill_facts(c, call.epoch, false, a.num_tokens, &facts, a.room);
-  for (int i = totals ? n : n - 1; i >= 0; --i) {
-    const int chunk = i == n ? last : chunks.list[i];
-    if (i < n && totals && chunk == last) continue;
-    const bool here = i == (totals ? n : n - 1) && chunk == chunks.loaded;
-    if (!sum_earlier(a, s, chunk, here, i == n, &bad, call.epoch)) return copies_done();
-    if (i == n) send_totals(a, s, tables, bad, call, &facts);
-    place_chunk(a, s, chunk, num_groups, here && is_one_step(chunk), call.epoch);
-  }
-  const bool loaded = n == 1 && chunks.list[0] == chunks.loaded && is_one_step(chunks.list[0]);
-  if (totals) {
-    if (!receive_totals(a, call, &facts, rows)) return;
-    if (a.counts_for_host) tell_host(a, call);
-    if (a.capacity >= 0) derive_tables(a, rows, call.epoch);
-    if (a.capacity >= 0 && threadIdx.x == 0) store_release_gpu(&a.flags[kPlanReady], call.epoch);
-  }
+  if (!plan_rows(a, p, s, chunks, totals, &loaded, bad, facts, call)) return;
+  if (totals) ask_tables(c, s, &tables);
+  if (!plan_pairs(a, p, s, chunks, totals, loaded, tables, facts, rows, call)) return copies_done();
   // Exact: the host comes first.
   if (a.capacity < 0 || !gather_places<false>(a, call, &places, totals)) return;
-  for (int i = 0; i < n; ++i) send_meta(a, s, places, chunks.list[i], num_groups, loaded, call);
+  const bool one = n == 1 && is_one_step(p, chunks.list[0]);
+#pragma unroll 1
+  for (int i = 0; i < n; ++i) send_meta(a, p, s, places, chunks.list[i], one, call);
 }
 
 /// Exact size, once the host has found memory: offers, tables and meta data.
-__global__ void __launch_bounds__(kThreads, 1) meta_kernel(const __grid_constant__ DispatchArgs a, int num_groups) {
-  extern __shared__ int32_t memory[];
+__global__ void __launch_bounds__(kThreads, 1) meta_kernel(const __grid_constant__ PlanShape p, const __grid_constant__ DispatchArgs a) {
+  extern __shared__ __align__(16) int32_t memory[];
   __shared__ Places places;
   const Common& c = a.common;
   const Call call = call_of(c);
   if (is_over(c, call)) return;
-  const Shared s(memory, c.team.num_ranks + c.num_experts, c.num_experts, num_groups);
-  load_owners(c, s);
+  const Shared s(memory, p);
+  ask_owners(p, s);
+  copies_done();
   const bool first = take_role(c, call, kMetaRoleTicket) == 0;
   if (first) {
     send_offers(a, call);
@@ -342,33 +332,54 @@ __global__ void __launch_bounds__(kThreads, 1) meta_kernel(const __grid_constant
     if (threadIdx.x == 0) store_release_gpu(&a.flags[kPlanReady], call.epoch);
   }
   if (!gather_places<true>(a, call, &places, first)) return;
-  for (int chunk = static_cast<int>(blockIdx.x); chunk < num_chunks(a.num_tokens); chunk += static_cast<int>(gridDim.x)) {
-    send_meta(a, s, places, chunk, num_groups, false, call);
+  for (int chunk = static_cast<int>(blockIdx.x); chunk < p.num_chunks; chunk += static_cast<int>(gridDim.x)) {
+    send_meta(a, p, s, places, chunk, false, call);
   }
 }
+
+PlanShape shape_of(const DispatchArgs& a, int num_ranks, int num_experts) {
+  const auto bits_of = [](int most) {
+    int bits = 0;
+    while (most >> bits) ++bits;
+    return bits;
+  };
+  PlanShape p;
+  p.ids = a.topk_idx;
+  p.owner = a.common.owner;
+  p.local = a.common.local;
+  p.num_pairs = a.num_tokens * a.num_topk;
+  p.num_ranks = num_ranks;
+  p.num_experts = num_experts;
+  p.num_topk = a.num_topk;
+  p.num_groups = plan_groups(num_ranks, num_experts);
+  p.num_chunks = num_chunks(a.num_tokens);
+  p.chunk_tokens = static_cast<int>(chunk_tokens(a.num_tokens));
+  p.chunk_pairs = p.chunk_tokens * a.num_topk;
+  p.step_tokens = p.num_groups * kGroup / a.num_topk;
+  p.step_pairs = p.step_tokens * a.num_topk;
+  p.rank_bits = bits_of(num_ranks);
+  p.id_bits = bits_of(num_experts);
+  p.ids_are_64 = a.ids_are_64;
+  p.are_whole = kGroup % a.num_topk == 0;
+  return p;
+}
+size_t shared_bytes(const PlanShape& p) { return static_cast<size_t>(Shared::num_words(p.num_ranks, p.num_experts, p.num_groups)) * 4; }
 
 }  // namespace
 
 int plan_groups(int num_ranks, int num_experts) {
   // Shared memory: the counts of a step's groups beside the running ones. A token (64 entries) needs two groups.
-  const int columns = num_ranks + num_experts;
-  const int room = (200 * 1024 / 4 - 3 * columns - 3 * num_experts) / (columns + 5 * kGroup);
+  const int room = (200 * 1024 / 4 - Shared::num_words(num_ranks, num_experts, 0) - 6) / (num_experts + Shared::stride_of(num_ranks) + 5 * kGroup);
   return room < 2 ? 0 : std::min(room, kPairs / kGroup);
 }
 
-static size_t plan_shared_bytes(int num_ranks, int num_experts) {
-  const int columns = num_ranks + num_experts, groups = plan_groups(num_ranks, num_experts);
-  return static_cast<size_t>(columns * (groups + 3) + 5 * groups * kGroup + 3 * num_experts) * 4;
-}
-
 cudaError_t launch_plan(const DispatchArgs& a, int num_ranks, int num_experts, int blocks, cudaStream_t stream) {
-  const int grid = std::min(blocks, num_chunks(a.num_tokens));
-  return launch_kernel(plan_kernel, grid, kThreads, plan_shared_bytes(num_ranks, num_experts), stream, a.plans_beside, a,
-                       plan_groups(num_ranks, num_experts));
+  const PlanShape p = shape_of(a, num_ranks, num_experts);
+  return launch_kernel(plan_kernel, std::min(blocks, p.num_chunks), kThreads, shared_bytes(p), stream, a.plans_beside, p, a);
 }
 cudaError_t launch_meta(const DispatchArgs& a, int num_ranks, int num_experts, int blocks, cudaStream_t stream) {
-  const int grid = std::min(blocks, num_chunks(a.num_tokens));
-  return launch_kernel(meta_kernel, grid, kThreads, plan_shared_bytes(num_ranks, num_experts), stream, false, a, plan_groups(num_ranks, num_experts));
+  const PlanShape p = shape_of(a, num_ranks, num_experts);
+  return launch_kernel(meta_kernel, std::min(blocks, p.num_chunks), kThreads, shared_bytes(p), stream, false, p, a);
 }
 cudaError_t prepare_plan() {
   for (const void* kernel : {reinterpret_cast<const void*>(plan_kernel), reinterpret_cast<const void*>(meta_kernel)}) {

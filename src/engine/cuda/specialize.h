@@ -32,6 +32,7 @@ struct MoveShape {
   int workers = 1, work_ring = 2;  ///< warps that lay rows out
   int receivers = 0;               ///< through the host: blocks that take rows from there (the first, and those that sent), else 0: all
   int takers = 0, take_ring = 0;   ///< warps of a receiver that do, stages of each
+  int num_chunks = 1, chunk_tokens = 1;  ///< how the plan has cut this rank's tokens
 };
 
 inline constexpr int kMostWorkRing = 3;
@@ -46,6 +47,8 @@ inline int issuing_warps(int row_bytes) { return row_bytes >= 12000 ? 2 : row_by
 inline MoveShape move_shape(const DispatchArgs& a, int blocks) {
   const auto up = [](int64_t n, int64_t to) { return static_cast<int>((n + to - 1) / to * to); };
   MoveShape p;
+  p.num_chunks = num_chunks(a.num_tokens);
+  p.chunk_tokens = static_cast<int>(chunk_tokens(a.num_tokens));
   p.from = a.fp8 ? a.fp8 : a.x;
   p.from_stride = a.fp8 ? a.x_block_stride : a.x_stride;
   int at = up(a.x_bytes, 16), widest = at;

@@ -32,17 +32,22 @@ __device__ inline void fill_facts(const Common& c, uint32_t epoch, bool refused,
   out->words[HeaderInts::kRoom] = room;
 }
 
-/// Sends `num_ints` of payload to every rank; `payload(rank, i)` gives them. The whole block calls it.
+/// Sends payload [begin, end) to every rank, `begin` being that of a word; `payload(rank, i)` gives it. The whole block calls it.
 template <class Payload>
-__device__ __forceinline__ void send_header(const Common& c, Call call, int num_ints, Payload payload) {
-  const int words = (num_ints + kWordPayload - 1) / kWordPayload;
+__device__ __forceinline__ void send_header(const Common& c, Call call, int begin, int end, Payload payload) {
+  const int first = begin / kWordPayload, words = (end + kWordPayload - 1) / kWordPayload - first;
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < words * c.team.num_ranks; i += static_cast<int>(blockDim.x)) {
-    const int rank = i / words, w = i % words;
+    const int rank = i / words, w = first + i % words;
     uint32_t p[kWordPayload];
-    for (int j = 0; j < kWordPayload; ++j) p[j] = w * kWordPayload + j < num_ints ? payload(rank, w * kWordPayload + j) : 0;
+    for (int j = 0; j < kWordPayload; ++j) p[j] = w * kWordPayload + j < end ? payload(rank, w * kWordPayload + j) : 0;
     auto* to = reinterpret_cast<uint4*>(c.team.base[rank] + c.arena.header_at(c.lane, call.copy, c.team.rank)) + w;
     store_word(to, uint4{p[0], p[1], p[2], call.epoch});
   }
+}
+template <class Payload>
+__device__ __forceinline__ void send_header(const Common& c, Call call, int num_ints, Payload payload) {
+  send_header(c, call, 0, num_ints, payload);
 }
 
 __device__ __forceinline__ const uint4* header_from(const Common& c, Call call, int source) {
@@ -58,40 +63,31 @@ __device__ __noinline__ inline void wait_for_all(const Common& c, Call call) {
   }
 }
 
-/// Receives every rank's header; `take(source, i, value)` gets each payload word. Facts are compared with `mine`. The whole block
-/// calls it; false if a word did not come or did not agree.
+/// Receives payload [begin, end) of every rank's header, `begin` being that of a word; `take(source, i, value)` gets it. Facts are compared
+/// with `mine`. The whole block calls it; false if a word did not come or did not agree.
 template <class Take>
-__device__ __forceinline__ bool receive_headers(const Common& c, Call call, int num_ints, const FactWords* mine, Take take) {
-  const int words = (num_ints + kWordPayload - 1) / kWordPayload;
+__device__ __forceinline__ bool receive_headers(const Common& c, Call call, int begin, int end, const FactWords* mine, Take take) {
+  const int first = begin / kWordPayload, words = (end + kWordPayload - 1) / kWordPayload - first;
   bool good = true;
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); good && i < words * c.team.num_ranks; i += static_cast<int>(blockDim.x)) {
-    const int source = i / words, w = i % words;
+    const int source = i / words, w = first + i % words;
     uint4 word;
     good = wait_word(c, Phase::counts, source, call.epoch, false, header_from(c, call, source) + w, &word);
     if (!good) break;
     const uint32_t p[kWordPayload] = {word.x, word.y, word.z};
     for (int j = 0; j < kWordPayload; ++j) {
       const int at = w * kWordPayload + j;
-      if (at >= num_ints) break;
+      if (at >= end) break;
       // A refusal is told apart from a difference: the refuser may not know all facts.
       if (at == HeaderInts::kRefused && p[j] != 0) {
-        DeviceRecord r{};
-        r.state = 3;
-        r.peer = source;
-        r.epoch = call.epoch;
-        r.value = p[j];
-        fail_call(c, r);
+        fail_call(c, 3, source, call.epoch, p[j]);
         good = false;
       } else if (at < HeaderInts::kRefused && p[j] != mine->words[at]) {
         // The facts themselves lie in the headers: the host makes the table.
         uint4 first_word;
-        if (wait_word(c, Phase::counts, source, call.epoch, false, header_from(c, call, source), &first_word) && first_word.z == 0) {
-          DeviceRecord r{};
-          r.state = 2;
-          r.peer = source;
-          r.epoch = call.epoch;
-          fail_call(c, r);
-        }
+        if (wait_word(c, Phase::counts, source, call.epoch, false, header_from(c, call, source), &first_word) && first_word.z == 0)
+          fail_call(c, 2, source, call.epoch);
         good = false;
       }
       take(source, at, p[j]);
@@ -100,6 +96,11 @@ __device__ __forceinline__ bool receive_headers(const Common& c, Call call, int 
   good = __syncthreads_and(good);
   if (!good) wait_for_all(c, call);
   return good;
+}
+
+template <class Take>
+__device__ __forceinline__ bool receive_headers(const Common& c, Call call, int num_ints, const FactWords* mine, Take take) {
+  return receive_headers(c, call, 0, num_ints, mine, take);
 }
 
 /// For blocks that do not receive the headers themselves: whether the first word of each, which says it all, is that of this rank's own.
@@ -127,6 +128,7 @@ __device__ inline bool read_begins(const Common& c, Call call, int thread, int c
   constexpr int kFirst = HeaderInts::kRows / kWordPayload;
   const int num_ranks = c.team.num_ranks, me = c.team.rank, words = (HeaderInts::kRows + num_ranks - 1) / kWordPayload - kFirst + 2;
   bool good = true;
+#pragma unroll 1
   for (int i = thread; good && i < words * num_ranks; i += count) {
     const int source = i / words, w = i % words == 0 ? 0 : kFirst + i % words - 1;
     uint4 word;
@@ -146,6 +148,7 @@ __device__ inline bool read_begins(const Common& c, Call call, int thread, int c
 /// As headers_agree(), of what has been read.
 __device__ __forceinline__ bool all_agree(const Common& c, const FirstWords& told) {
   bool good = true;
+#pragma unroll 1
   for (int s = 0; s < c.team.num_ranks; ++s) {
     good = good && told.of[s][0] == told.of[c.team.rank][0] && told.of[s][1] == told.of[c.team.rank][1] && told.of[s][2] == 0;
   }
@@ -168,11 +171,7 @@ __device__ __forceinline__ bool wait_offer(const Common& c, Call call, int rank,
   const bool came = wait_word(c, phase, rank, call.epoch, false, from, &w);
   *offer = {w.x, w.y, w.z};
   if (came && w.y == kRefusedOffer) {
-    DeviceRecord r{};
-    r.state = 3;
-    r.peer = rank;
-    r.epoch = call.epoch;
-    fail_call(c, r);
+    fail_call(c, 3, rank, call.epoch);
     return false;
   }
   if (came && c.through_host && first) store_word(noted_offer(c, call, rank), w);

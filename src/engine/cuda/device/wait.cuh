@@ -5,6 +5,14 @@
 #include "engine/cuda/device/ptx.cuh"
 #include "engine/cuda/host_link.h"
 
+/// A kernel whose first microseconds count says that it calls what waits seldom do (defined before this is included): else the code of each
+/// wait lies between what comes before and after it, and has to be fetched.
+#ifdef TURNOUT_WAITS_CALL
+#define TURNOUT_SELDOM __noinline__ inline
+#else
+#define TURNOUT_SELDOM __forceinline__
+#endif
+
 namespace turnout::engine::cuda {
 
 /// The arena's status word: written by any rank that gives up; the Buffer is aborted while it is above control->generation.
@@ -86,6 +94,15 @@ __device__ inline void fail_call(const Common& c, const DeviceRecord& why) {
   *reinterpret_cast<volatile uint32_t*>(&c.lane_control->failed) = epoch;
   __threadfence();
 }
+/// The same of what a header or an offer says.
+__device__ TURNOUT_SELDOM void fail_call(const Common& c, uint64_t state, int peer, uint32_t epoch, int64_t value = 0) {
+  DeviceRecord r{};
+  r.state = state;
+  r.peer = peer;
+  r.epoch = epoch;
+  r.value = value;
+  fail_call(c, r);
+}
 /// Of a call whose receiving part runs behind later calls, the last one that failed may be one of those.
 __device__ __forceinline__ bool has_failed(const Common& c, uint32_t epoch) {
   if (*reinterpret_cast<const volatile uint32_t*>(&c.lane_control->failed) == epoch) return true;
@@ -117,7 +134,7 @@ __device__ __forceinline__ void advance_epoch(const Common& c, uint32_t epoch) {
 /// Tickets of the call after this one are nobody's now.
 __device__ __forceinline__ void clear_next_tickets(const Common& c, Call call) {
   if (blockIdx.x == 0 && threadIdx.x < LaneControl::kNumTickets) {
-    c.lane_control->tickets[(call.copy + 1) % c.arena.depth][threadIdx.x] = 0;
+    c.lane_control->tickets[call.copy + 1 == c.arena.depth ? 0 : call.copy + 1][threadIdx.x] = 0;
   }
 }
 /// Roles go to blocks in the order in which they start. The whole block calls it.
@@ -141,6 +158,44 @@ __device__ __forceinline__ bool may_look(const Common& c, int peer, uint64_t now
   return now >= due && atomicCAS(next, due, static_cast<unsigned long long>(now + 10'000)) == due;
 }
 
+/// A wait gives up: it took too long, or the peer is `lost`.
+__device__ TURNOUT_SELDOM void end_wait(const Common& c, Phase phase, int peer, uint32_t epoch, uint32_t lost, int64_t seen) {
+  DeviceRecord r{};
+  r.state = lost ? kLostPeer : kExpired;
+  r.value = lost;
+  r.peer = peer;
+  r.phase = static_cast<int32_t>(phase);
+  r.epoch = epoch;
+  r.expected = epoch;
+  r.seen = seen;
+  give_up(c, r);
+}
+
+/// What a wait looks at now and then. Returns when to look next, with kWaitOver (and the reason behind it) once it has to end after one more
+/// poll: a peer that has done its part may be gone before this block gets to look again; 0: it ends at once, others have given up.
+inline constexpr uint64_t kWaitOver = 1;
+inline constexpr int kLostShift = 1, kWaitBits = 3;
+__device__ TURNOUT_SELDOM uint64_t look_around(const Common& c, Phase phase, int peer, uint32_t epoch, bool inside, bool if_failed, uint64_t start,
+                                               uint64_t next_look) {
+  if (is_aborted(c) || (if_failed && has_failed(c, epoch))) return 0;
+  const uint64_t now = clock_ns();
+  if (now < next_look) return next_look;
+  const bool looks = may_look(c, peer, now);
+  if (looks && c.through_host && is_aborted(c, true)) return 0;
+  if (looks && *reinterpret_cast<volatile uint64_t*>(&c.host->abort) > c.control->generation) {
+    store_relaxed(status_of(c, c.team.rank), c.control->generation + 1);
+    note_status(c, c.control->generation + 1);
+    *reinterpret_cast<volatile uint64_t*>(&c.host->status) = c.control->generation + 1;
+    return 0;
+  }
+  // What other blocks of this rank wait for is a peer: their waits are to expire first, and to name it.
+  const uint64_t more = phase == Phase::local_blocks ? c.control->busy_ns : 0;
+  const uint64_t limit = (inside ? c.control->timeout_ns : c.control->busy_ns) + more;
+  const uint32_t lost = looks ? *reinterpret_cast<volatile uint32_t*>(&c.host->lost[peer]) : 0;
+  const bool over = lost != 0 || now - start > limit;
+  return (now + 10'000) >> kWaitBits << kWaitBits | static_cast<uint64_t>(lost) << kLostShift | (over ? kWaitOver : 0);
+}
+
 /// Polls `ready` until it is true. `seen` (any callable) says what was seen last, for the record.
 /// `inside`: the peer is inside the call already, so `timeout` holds and not `busy_timeout`. `if_failed`: a call that has failed ends it.
 template <class Ready, class Seen>
@@ -148,42 +203,18 @@ __device__ __forceinline__ bool wait_until(const Common& c, Phase phase, int pee
                                            bool if_failed = true) {
   if (ready()) return true;
   const uint64_t start = clock_ns();
-  uint64_t next_look = start + 50'000;
-  // What other blocks of this rank wait for is a peer: their waits are to expire first, and to name it.
-  const uint64_t more = phase == Phase::local_blocks ? c.control->busy_ns : 0;
-  const uint64_t limit = (inside ? c.control->timeout_ns : c.control->busy_ns) + more;
-  uint32_t lost = 0;
-  bool over = false;
+  uint64_t next_look = (start + 50'000) >> kWaitBits << kWaitBits;
+#pragma unroll 1
   for (uint32_t i = 1;; ++i) {
     if (c.through_host && phase != Phase::local_blocks) __nanosleep(kHostPollNs);  // looks take their part of the link
     if (ready()) return true;
-    if (over) {  // a peer that has done its part may be gone before this block gets to look again
-      DeviceRecord r{};
-      r.state = lost ? kLostPeer : kExpired;
-      r.value = lost;
-      r.peer = peer;
-      r.phase = static_cast<int32_t>(phase);
-      r.epoch = epoch;
-      r.expected = epoch;
-      r.seen = static_cast<int64_t>(seen());
-      give_up(c, r);
+    if (next_look & kWaitOver) {
+      end_wait(c, phase, peer, epoch, static_cast<uint32_t>(next_look >> kLostShift) & 3, static_cast<int64_t>(seen()));
       return false;
     }
     if (i % 64) continue;
-    if (is_aborted(c) || (if_failed && has_failed(c, epoch))) return false;
-    const uint64_t now = clock_ns();
-    if (now < next_look) continue;
-    next_look = now + 10'000;
-    const bool looks = may_look(c, peer, now);
-    if (looks && c.through_host && is_aborted(c, true)) return false;
-    if (looks && *reinterpret_cast<volatile uint64_t*>(&c.host->abort) > c.control->generation) {
-      store_relaxed(status_of(c, c.team.rank), c.control->generation + 1);
-      note_status(c, c.control->generation + 1);
-      *reinterpret_cast<volatile uint64_t*>(&c.host->status) = c.control->generation + 1;
-      return false;
-    }
-    if (looks) lost = *reinterpret_cast<volatile uint32_t*>(&c.host->lost[peer]);
-    over = lost != 0 || now - start > limit;
+    next_look = look_around(c, phase, peer, epoch, inside, if_failed, start, next_look);
+    if (next_look == 0) return false;
   }
 }
 

@@ -2,6 +2,7 @@
 // decided by ticket. Else a few blocks only send, so that the fences of their announcers wait for the link alone and rows arrive
 // early; all others lay rows out as they arrive, and their own rank's rows from x, which wait for nobody's rows: with the padding they
 // fill the time until the first rows come. The bits are those of move.cu.
+#define TURNOUT_WAITS_CALL 1
 #include "engine/cuda/kernels.h"
 #include "engine/cuda/launch.h"
 #include "engine/cuda/throughput/bulk.h"
@@ -73,20 +74,22 @@ class OwnRows {
  public:
   __device__ __forceinline__ OwnRows(const DispatchArgs& a, const MoveShape& p, const Shared& sh, Worker* w, Call call)
       : a_(a), p_(p), sh_(sh), w_(w), call_(call), finds_(a.chained && a.layout != Layout::rank_major) {}
-  /// Takes a first row.
+  /// Takes a first row, once the rows of this rank's tokens are placed.
   __device__ __forceinline__ void begin(int warps) {
     const int me = a_.common.team.rank;
     tickets_ = Tickets(&a_.common.lane_control->tickets[call_.copy][kOwnTicket], sh_.begins[me + 1] - sh_.begins[me], warps, 1);
-    item_ = load(&token_, &pairs_);
+    item_ = load(&token_);
   }
   __device__ __forceinline__ void run() {
     const int me = a_.common.team.rank;
+    if (finds_ && item_ >= 0) pairs_ = own_pairs(a_, token_);  // not before: rows are placed before pairs are
     while (item_ >= 0) {
       const int slot = w_->slot, row = sh_.begins[me] + item_, token = token_;
       const std::byte* stage = w_->stage(p_);
       const Pairs pairs = pairs_;
       w_->advance(p_);
-      item_ = load(&token_, &pairs_);
+      item_ = load(&token_);
+      if (finds_ && item_ >= 0) pairs_ = own_pairs(a_, token_);
       int to[2];
       if (finds_) places_of(a_, me, row, pairs, to);
       else find_places(a_, row, to);
@@ -103,7 +106,7 @@ class OwnRows {
   }
 
  private:
-  __device__ __forceinline__ int load(int* token, Pairs* pairs) {
+  __device__ __forceinline__ int load(int* token) {
     const int item = tickets_.take();
     if (item < 0) return -1;
     *token = __ldcg(a_.routing.own_tokens + item);
@@ -111,7 +114,6 @@ class OwnRows {
     bulk_wait_read_at_most(p_.work_ring - 2);  // the row before is not stored yet
     __syncwarp();
     load_stage(a_, p_, w_->stage(p_), w_->full + w_->slot, *token);
-    if (finds_) *pairs = own_pairs(a_, *token);
     return item;
   }
 
@@ -208,7 +210,11 @@ __device__ void receive_part(const DispatchArgs& a, const MoveShape& p, Shared& 
   Worker worker(p, sh, ring);
   OwnRows own(a, p, sh, &worker, call);
   if (begins_with_own) own.begin(warps);
-  const bool counted = a.chained && threadIdx.x == kThreads - 32 ? wait_local(a.common, call.epoch, &a.flags[kCounted]) : true;
+  // Counts of experts, and the places of this rank's pairs.
+  const int chunk = static_cast<int>(threadIdx.x) - 32;
+  bool counted = true;
+  if (a.chained && threadIdx.x == kThreads - 32) counted = wait_local(a.common, call.epoch, &a.flags[kCounted]);
+  if (a.chained && chunk >= 0 && chunk < p.num_chunks) counted = wait_local(a.common, call.epoch, &a.flags[kPlaced + chunk]);
   if (!__syncthreads_and(counted)) return own.drop();
   if (move_places(a) && threadIdx.x == kThreads - 32) {
     sh.is_admitted = wait_local(a.common, call.epoch, &a.flags[kAdmitted]);
@@ -255,7 +261,8 @@ __global__ void __launch_bounds__(512, 1) bulk_move_kernel(const __grid_constant
   FirstRows first;
   const bool loads = sends && warp_id() < p.pushers;
   if (loads) first.load(a, p, sh, ring, call);
-  const bool ready = set_up(a, sh, call);
+  const bool found = !loads || first.find(a, p, ring, call);
+  const bool ready = set_up(a, p, sh, found, call);
   if (!ready && loads) first.drop(p, sh);
   if (ready) {
     if (sends) send_part(a, p, sh, ring, &first, call);

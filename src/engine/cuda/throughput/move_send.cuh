@@ -46,26 +46,26 @@ __device__ inline void clear(const MoveShape& p, Shared& sh, std::byte* ring) {
 inline constexpr int kFirstBegins = 128;
 static_assert(kMaxRanks < kFirstBegins && kFirstBegins + kMaxRanks < kThreads - kMaxChunks);
 
-/// What a block needs to know, once the plan kernel has found it out; all of it is asked for at once. False: given up.
-__device__ inline bool set_up(const DispatchArgs& a, Shared& sh, Call call) {
+/// What a block needs to know to send, once the plan kernel has found it out; all of it is asked for at once. Places of pairs may come later
+/// (kPlaced). False: given up, as when `good` is false.
+__device__ inline bool set_up(const DispatchArgs& a, const MoveShape& p, Shared& sh, bool good, Call call) {
   const Common& c = a.common;
   const int thread = static_cast<int>(threadIdx.x);
-  bool good = true;
   if (!a.chained) {
-    if (!__syncthreads_and(!is_over(c, call) && !(a.cached && is_broken(a.routing)))) return false;
+    if (!__syncthreads_and(good && !is_over(c, call) && !(a.cached && is_broken(a.routing)))) return false;
     for (int d = thread; d <= c.team.num_ranks; d += kThreads) {
       sh.begins[d] = __ldcg(&a.routing.recv_begin[d]);
       if (d < c.team.num_ranks) sh.begin[d] = __ldcg(&a.routing.send_begin[d]);
     }
   } else if (thread >= kThreads - kMaxChunks) {  // warps of their own for each kind of wait
     const int chunk = thread - (kThreads - kMaxChunks);
-    if (chunk < num_chunks(a.num_tokens)) good = wait_local(c, call.epoch, &a.flags[kPlaced + chunk]);
+    if (chunk < p.num_chunks) good = good && wait_local(c, call.epoch, &a.flags[kRowsPlaced + chunk]);
   } else if (thread >= kFirstBegins && !c.through_host) {
-    good = read_begins(c, call, thread - kFirstBegins, kThreads - kMaxChunks - kFirstBegins, sh.begin, sh.from, &sh.told);
+    good = good && read_begins(c, call, thread - kFirstBegins, kThreads - kMaxChunks - kFirstBegins, sh.begin, sh.from, &sh.told);
   } else if (thread >= kFirstBegins && thread - kFirstBegins <= c.team.num_ranks) {
     const int d = thread - kFirstBegins;
-    uint4 w;
-    good = wait_word(c, Phase::local_blocks, c.team.rank, call.epoch, false, reinterpret_cast<const uint4*>(a.begins) + d, &w);
+    uint4 w{};
+    good = good && wait_word(c, Phase::local_blocks, c.team.rank, call.epoch, false, reinterpret_cast<const uint4*>(a.begins) + d, &w);
     sh.begins[d] = static_cast<int32_t>(w.y);
     if (d < c.team.num_ranks) sh.begin[d] = static_cast<int32_t>(w.x);
   }
@@ -78,6 +78,7 @@ __device__ inline bool set_up(const DispatchArgs& a, Shared& sh, Call call) {
   if (!__syncthreads_and(good) || !all_agree(c, sh.told)) return false;
   if (thread <= c.team.num_ranks) {
     int64_t begin = 0;
+#pragma unroll 1
     for (int s = 0; s < thread; ++s) begin += sh.from[s];
     sh.begins[thread] = static_cast<int32_t>(min(begin, a.block_rows));
   }
@@ -186,6 +187,7 @@ struct FirstRows {
   Tickets tickets;
   Quantised quantised;
   int token[kMost] = {-1, -1}, num = 0;
+  Index index[kMost];
 
   __device__ __forceinline__ void load(const DispatchArgs& a, const MoveShape& p, Shared& sh, std::byte* ring, Call call) {
     tickets =
@@ -199,6 +201,18 @@ struct FirstRows {
       load_stage(a, p, ring + static_cast<int64_t>(stage) * p.stage_bytes, &sh.full[stage], token[j]);
       num = j + 1;
     }
+  }
+  /// Where they go, as soon as this rank has placed them: before it knows what the others send. False: given up.
+  __device__ __forceinline__ bool find(const DispatchArgs& a, const MoveShape& p, std::byte* ring, Call call) {
+    bool good = true;
+#pragma unroll
+    for (int j = 0; j < kMost; ++j) {
+      if (j >= num) break;
+      if (a.chained && lane_id() == 0) good = good && wait_local(a.common, call.epoch, &a.flags[kRowsPlaced + token[j] / p.chunk_tokens]);
+      good = __shfl_sync(kFull, good, 0);
+      if (good) index[j].load(a, token[j], ring + static_cast<int64_t>(warp_id() * p.push_ring + j) * p.stage_bytes);
+    }
+    return good;
   }
   /// Instead of sending them: no copy may be under way when the block ends.
   __device__ __forceinline__ void drop(const MoveShape& p, Shared& sh) const {
@@ -214,13 +228,9 @@ __device__ __forceinline__ void push_rows(const DispatchArgs& a, const MoveShape
   Tickets& tickets = first.tickets;
   int issued = first.num, stored = 0, in = first.num == depth ? 0 : first.num, out = 0;
   uint32_t phase = 0, count = 0, one_ago = 0, two_ago = 0;
-  Index index, first_index[FirstRows::kMost];
+  Index index;
 #pragma unroll
-  for (int j = 0; j < FirstRows::kMost; ++j) {
-    if (j < first.num) first_index[j].load(a, first.token[j], ring + static_cast<int64_t>(first_stage + j) * p.stage_bytes);
-  }
-#pragma unroll
-  for (int j = 0; j < FirstRows::kMost; ++j) first_index[j].put(a, p);
+  for (int j = 0; j < FirstRows::kMost; ++j) first.index[j].put(a, p);
   // To ask for a row is to wait for where the one before it goes: the first rows leave before the ring is full.
   for (;;) {
     for (int n = stored == 0 ? 2 : 0; n < 2 && issued - stored < ahead; ++n) {
@@ -265,6 +275,7 @@ __device__ __forceinline__ void push_rows(const DispatchArgs& a, const MoveShape
 __device__ __forceinline__ void send_part(const DispatchArgs& a, const MoveShape& p, Shared& sh, std::byte* ring, FirstRows* first, Call call) {
   // Who lays rows out wants to know of each.
   bool all_stay = true;
+#pragma unroll 1
   for (int d = 0; d < a.common.team.num_ranks; ++d) all_stay = all_stay && (d == a.common.team.rank || sh.offers[d].rows_stay());
   if (warp_id() < p.pushers) {
     if (all_stay) push_rows<false>(a, p, sh, ring, *first, call);
