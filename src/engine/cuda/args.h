@@ -286,10 +286,10 @@ inline constexpr int kAheadParts = 4;
 TURNOUT_HOST_DEVICE constexpr int ahead_part(int64_t num_tokens, int64_t token) { return static_cast<int>(token * kAheadParts / num_tokens); }
 /// Local signals (in DispatchArgs::flags).
 enum LocalFlag : int {
-  kPlanReady,  ///< headers have come, tables of rows are made
-  kCounted,    ///< counts and offsets of experts are those of the result
-  kAdmitted,   ///< ids of received rows have come too
-  kQuantised,  ///< kQuantised + part: the tokens of it are, where that is done ahead
+  kPlanReady,                          ///< headers have come, tables of rows are made
+  kCounted,                            ///< counts and offsets of experts are those of the result
+  kAdmitted,                           ///< ids of received rows have come too
+  kQuantised,                          ///< kQuantised + part: the tokens of it are, where that is done ahead
   kPlaced = kQuantised + kAheadParts,  ///< kPlaced + chunk: its pairs have their places
   kRowsPlaced = kPlaced + kMaxChunks,  ///< kRowsPlaced + chunk: the rows of its tokens have theirs, which is all that rows need to leave
   kNumFlags = kRowsPlaced + kMaxChunks

@@ -110,7 +110,8 @@ cudaError_t prepare_quantize_ahead() {
   for (const void* kernel : {reinterpret_cast<const void*>(quantize_halves_kernel<true>),
                              reinterpret_cast<const void*>(quantize_halves_kernel<false>), reinterpret_cast<const void*>(quantize_any_kernel)}) {
     // Blocks of the move kernel, which take nearly all shared memory, start beside it.
-    if (const cudaError_t bad = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared)) return bad;
+    if (const cudaError_t bad = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared))
+      return bad;
     if (const cudaError_t bad = load_kernel(kernel)) return bad;
   }
   return cudaSuccess;
