@@ -277,11 +277,11 @@ inline constexpr int kMaxChunks = 64;
 inline constexpr uint32_t kBadChunk = 1u << 31;
 /// Local signals (in DispatchArgs::flags).
 enum LocalFlag : int {
-  kPlanReady,  ///< headers have come, tables of rows are made
-  kCounted,    ///< counts and offsets of experts are those of the result
-  kAdmitted,   ///< ids of received rows have come too
-  kQuantised,  ///< x is, where that is done ahead
-  kPlaced,     ///< kPlaced + chunk: its pairs have their places
+  kPlanReady,                          ///< headers have come, tables of rows are made
+  kCounted,                            ///< counts and offsets of experts are those of the result
+  kAdmitted,                           ///< ids of received rows have come too
+  kQuantised,                          ///< x is, where that is done ahead
+  kPlaced,                             ///< kPlaced + chunk: its pairs have their places
   kRowsPlaced = kPlaced + kMaxChunks,  ///< kRowsPlaced + chunk: the rows of its tokens have theirs, which is all that rows need to leave
   kNumFlags = kRowsPlaced + kMaxChunks
 };

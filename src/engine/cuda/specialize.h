@@ -26,11 +26,11 @@ struct MoveShape {
   int stage_bytes = 0;
   int zero_at = 0;  ///< in the ring: zeros for padding, as many as the widest piece has
   int zero_bytes = 0;
-  int senders = 1;                 ///< blocks that only send, until everything is sent; straight: all
-  int pushers = 1, push_ring = 2;  ///< warps of a sender, stages of each
-  int workers = 1, work_ring = 2;  ///< warps that lay rows out
-  int receivers = 0;               ///< through the host: blocks that take rows from there (the first, and those that sent), else 0: all
-  int takers = 0, take_ring = 0;   ///< warps of a receiver that do, stages of each
+  int senders = 1;                       ///< blocks that only send, until everything is sent; straight: all
+  int pushers = 1, push_ring = 2;        ///< warps of a sender, stages of each
+  int workers = 1, work_ring = 2;        ///< warps that lay rows out
+  int receivers = 0;                     ///< through the host: blocks that take rows from there (the first, and those that sent), else 0: all
+  int takers = 0, take_ring = 0;         ///< warps of a receiver that do, stages of each
   int num_chunks = 1, chunk_tokens = 1;  ///< how the plan has cut this rank's tokens
 };
 
