@@ -186,7 +186,8 @@ struct Chunks {  // those that a block has claimed
 /// Claims chunks and counts their rows until all have been claimed, and not just one: where few SMs are free the other blocks may not have
 /// started, and this one will wait for what the last chunk brings. `ids`: of the first step of the block's first. Returns whether one of
 /// its chunks had an id out of range; *loaded is the last that was counted.
-__device__ __forceinline__ bool take_chunks(const DispatchArgs& a, const PlanShape& p, const Shared& s, Chunks* chunks, Ids* ids, int* loaded, Call call) {
+__device__ __forceinline__ bool take_chunks(const DispatchArgs& a, const PlanShape& p, const Shared& s, Chunks* chunks, Ids* ids, int* loaded,
+                                            Call call) {
   const int all = p.num_chunks, blocks = static_cast<int>(gridDim.x), thread = static_cast<int>(threadIdx.x);
   uint32_t* claims = a.common.lane_control->started;
   bool bad = false, planned = true;  // chunks that are this block's if it comes in time
@@ -245,8 +246,8 @@ __device__ __forceinline__ bool plan_rows(const DispatchArgs& a, const PlanShape
 }
 
 /// What follows while rows travel: pairs, tables, and what ranks tell each other about them.
-__device__ __forceinline__ bool plan_pairs(const DispatchArgs& a, const PlanShape& p, const Shared& s, const Chunks& chunks, bool totals, int in_memory,
-                                           const Tables& tables, const FactWords& facts, int32_t* rows, Call call) {
+__device__ __forceinline__ bool plan_pairs(const DispatchArgs& a, const PlanShape& p, const Shared& s, const Chunks& chunks, bool totals,
+                                           int in_memory, const Tables& tables, const FactWords& facts, int32_t* rows, Call call) {
   const int n = chunks.num, last = p.num_chunks - 1;
 #pragma unroll 1
   for (int i = 0; i < n; ++i) {

@@ -24,7 +24,7 @@ struct PlanShape {
   int chunk_tokens = 0, step_tokens = 0;  ///< the same in tokens
   int num_chunks = 1, num_groups = 0;     ///< groups of a step
   int num_ranks = 1, num_experts = 0, num_topk = 1;
-  int rank_bits = 1, id_bits = 1;  ///< of a number of ranks or experts and one more
+  int rank_bits = 1, id_bits = 1;              ///< of a number of ranks or experts and one more
   bool ids_are_64 = false, are_whole = false;  ///< tokens do not reach across groups
 };
 
@@ -119,7 +119,8 @@ struct Ids {
   }
   /// One that is out of range counts as none; the call is refused for it.
   __device__ __forceinline__ int get(int j, int num_experts, bool* bad) const {
-    const bool is_none = low[j] == ~0u && (!are_64 || high[j] == ~0u), is_good = low[j] < static_cast<uint32_t>(num_experts) && (!are_64 || high[j] == 0);
+    const bool is_none = low[j] == ~0u && (!are_64 || high[j] == ~0u),
+               is_good = low[j] < static_cast<uint32_t>(num_experts) && (!are_64 || high[j] == 0);
     *bad |= !is_good && !is_none;
     return is_good ? static_cast<int>(low[j]) : -1;
   }

@@ -106,7 +106,8 @@ __device__ inline bool sum_pairs(const DispatchArgs& a, const PlanShape& p, cons
   const uint64_t* counts = a.chunk_counts + p.num_ranks;
 #pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < columns; i += kThreads) {
-    if (total) s.all[i] = own ? s.running[i] : static_cast<int32_t>(static_cast<uint32_t>(load_relaxed(counts + static_cast<int64_t>(chunk) * stride + i)));
+    if (total)
+      s.all[i] = own ? s.running[i] : static_cast<int32_t>(static_cast<uint32_t>(load_relaxed(counts + static_cast<int64_t>(chunk) * stride + i)));
     s.running[i] = 0;
   }
   __syncthreads();

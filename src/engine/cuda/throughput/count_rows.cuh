@@ -108,7 +108,8 @@ __device__ __forceinline__ bool count_rows(const DispatchArgs& a, const PlanShap
 
 /// s.row_base becomes the rows of the chunks before `chunk`, a warp for each rank; `total`: s.row_all those of all, and *bad tells whether one
 /// had an id out of range. False: given up.
-__device__ __forceinline__ bool sum_rows(const DispatchArgs& a, const PlanShape& p, const Shared& s, int chunk, bool total, bool* bad, uint32_t epoch) {
+__device__ __forceinline__ bool sum_rows(const DispatchArgs& a, const PlanShape& p, const Shared& s, int chunk, bool total, bool* bad,
+                                         uint32_t epoch) {
   static_assert(kMaxChunks <= 64);
   const int lane = lane_id(), columns = p.num_ranks + p.num_experts, end = total ? chunk + 1 : chunk;
   const uint64_t none = static_cast<uint64_t>(epoch) << 32;

@@ -45,7 +45,7 @@ __device__ inline void derive_tables(const DispatchArgs& a, const int32_t* table
     // What rows wait for comes first.
     tell_begins(i, send_begin, recv_begin);
     if (i == num_ranks - 1) tell_begins(num_ranks, 0, recv_begin + rows(i, me));
-    // Where this rank's records begin in the combine block of source i: behind those of the ranks before this one.
+      // Where this rank's records begin in the combine block of source i: behind those of the ranks before this one.
 #pragma unroll 1
     for (int d = 0; d < me; ++d) {
       int64_t begin = 0;
