@@ -102,6 +102,9 @@ struct Routing {
   int32_t* recv_idx = nullptr;        ///< [N, K] local expert or -1
   float* recv_weights = nullptr;      ///< [N, K], 0 where not local; null without weights
   int32_t* position = nullptr;        ///< expert layouts, [N, K]: row of the result, -1: none or dropped
+  /// Of a low_latency dispatch to a slab, else null: [R, ll_tokens, K] the same as position for the i-th row of each source, so that
+  /// a combine finds its rows without knowing where those of a source begin.
+  int32_t* slots = nullptr;
   float* row_weights = nullptr;       ///< expert layouts: [rows of the result], 0 in padding; null without weights
   int32_t* expert_base = nullptr;     ///< [R, Le] pairs of earlier sources
   int32_t* expert_counts = nullptr;   ///< [Le] admitted pairs

@@ -53,7 +53,8 @@ void Engine::dispatch_low_latency(const turnout::DispatchArgs& args, PendingCall
     a.block_rows = a.layout == Layout::expert_slab ? most : a.layout == Layout::rank_major ? a.capacity : std::min(a.capacity, most);
     a.result_rows = a.layout == Layout::expert_slab ? a.capacity * a.num_local : a.capacity;
     const std::shared_ptr<RoutingMemory> fresh = new_routing(args, stream);
-    add_receive_side(*fresh, a.block_rows, a.result_rows, a.num_topk, a.has_weights, a.layout, stream);
+    const int64_t slot_rows = a.layout == Layout::expert_slab ? a.common.arena.ll_tokens * num_ranks_ : 0;
+    add_receive_side(*fresh, a.block_rows, a.result_rows, a.num_topk, a.has_weights, a.layout, slot_rows, stream);
     call.routing = fresh;
   }
   a.routing = call.routing->view;
