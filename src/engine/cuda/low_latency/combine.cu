@@ -8,8 +8,8 @@
 
 #include "engine/cuda/kernels.h"
 #include "engine/cuda/launch.h"
-#include "engine/cuda/low_latency/format.h"
 #include "engine/cuda/low_latency/books.cuh"
+#include "engine/cuda/low_latency/format.h"
 #include "engine/cuda/low_latency/slab.h"
 
 namespace turnout::engine::cuda {

@@ -19,7 +19,7 @@ constexpr int kTopk = SlabSums::num_topk, kMostUnits = 320, kMostThreads = kMost
 struct Early {
   const uint32_t *epochs, *failed;
   const uint64_t *status, *generation;
-  const int32_t *recv_begin, *record_begin, *slots, *dest, *send_index, *position, *sent;
+  const int32_t *recv_begin, *record_begin, *slots, *dest, *send_index, *sent;
   int32_t rank, source, num_tokens, ll_tokens, room;  ///< source: of the first rows to send; slots: its part
 
   explicit Early(const CombineArgs& a) {
@@ -35,7 +35,7 @@ struct Early {
     room = ll_tokens * c.arena.ll_combine_copies;
     const Routing& r = a.routing;
     recv_begin = r.recv_begin, record_begin = r.record_begin, sent = r.sent;
-    dest = r.dest, send_index = r.send_index, position = r.position;
+    dest = r.dest, send_index = r.send_index;
     slots = r.slots + static_cast<int64_t>(source) * ll_tokens * kTopk;
   }
 };
@@ -271,7 +271,10 @@ __global__ void __launch_bounds__(kMostThreads, 1) slab_sums_kernel(const __grid
     if (holder) own_row = own_begin + __shfl_sync(kFull, at, __ffs(static_cast<int>(holder)) - 1);
     own_slot = slot_of(a, own_row);
   }
-  if (clerk && lane_id() == 0) fetch_init(&barrier);
+  if (clerk && lane_id() == 0) {
+    fetch_init(&barrier);
+    bulk_can_read();
+  }
   const Start start = start_of(c, begun.asked);
   const Call call = start.call;
   auto* to = reinterpret_cast<uint4*>(c.team.base[e.source] + c.arena.ll_combine_at(c.lane, call.copy, 0, begun.record + worker));
