@@ -335,6 +335,8 @@ struct CombineArgs {
   int32_t* num_lost = nullptr;  ///< [T]
   Routing routing;
   const int32_t* node_of_rank = nullptr;  ///< [R] device memory; null: one node
+  /// In low_latency mode: the one kernel may start while that before it in the stream ends, and waits for it before it reads anything.
+  bool chained = false;
 
   // The block of this rank that peers write their partial sums to: record i of destination d at row send_offset[d] + i, where
   // is routing.send_offset. Same format on every rank.

@@ -7,6 +7,7 @@
 #include "engine/cuda/engine.h"
 #include "engine/cuda/kernels.h"
 #include "engine/cuda/pending.h"
+#include "engine/cuda/throughput/bulk.h"
 #include "transport/device/driver.h"
 
 namespace turnout::engine::cuda {
@@ -74,6 +75,7 @@ void Engine::dispatch_low_latency(const turnout::DispatchArgs& args, PendingCall
 
 void Engine::combine_low_latency(const turnout::CombineArgs& args, PendingCall& call) {
   CombineArgs& a = call.combine;
+  a.chained = has_bulk() && sharers_ == 1;
   place_sums(args, a, &call.result, call.stream);
   const int grid = blocks(args.num_sms > 0 ? args.num_sms : ll_combine_blocks(a, num_sms_));
   check(launch_ll_combine(a, grid, call.stream), "low_latency combine kernel");

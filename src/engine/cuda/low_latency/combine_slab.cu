@@ -324,7 +324,7 @@ cudaError_t launch_slab_sums(const CombineArgs& a, int blocks, int shared_bytes,
   const int room = kHasBulk ? static_cast<int>(std::min<int64_t>(shared_bytes / row, kTopk)) : 0;
   const int units = PartialFormat::of(a.hidden, kElement<kType>, kTopk, false).units;
   const int threads = std::max(128, static_cast<int>(core::align_up(units, 32)) + 32);
-  return launch_kernel(slab_sums_kernel, blocks, threads, static_cast<size_t>(room * row), stream, true, Early(a), SlabSums(a), room);
+  return launch_kernel(slab_sums_kernel, blocks, threads, static_cast<size_t>(room * row), stream, a.chained, Early(a), SlabSums(a), room);
 }
 
 cudaError_t prepare_slab_sums(int shared_bytes) { return load_kernel(reinterpret_cast<const void*>(slab_sums_kernel), shared_bytes); }
