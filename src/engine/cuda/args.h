@@ -97,11 +97,14 @@ struct Routing {
   int32_t* source_tokens = nullptr;  ///< [R] tokens of each source
   int32_t* own_tokens = nullptr;     ///< [T] token of the i-th row that stays on this rank
   // Receive side.
-  int32_t* recv_begin = nullptr;      ///< [R + 1] rows of each source that fit in the block
-  int32_t* record_begin = nullptr;    ///< [R] where this rank's records begin in the combine block of each source
-  int32_t* recv_idx = nullptr;        ///< [N, K] local expert or -1
-  float* recv_weights = nullptr;      ///< [N, K], 0 where not local; null without weights
-  int32_t* position = nullptr;        ///< expert layouts, [N, K]: row of the result, -1: none or dropped
+  int32_t* recv_begin = nullptr;    ///< [R + 1] rows of each source that fit in the block
+  int32_t* record_begin = nullptr;  ///< [R] where this rank's records begin in the combine block of each source
+  int32_t* recv_idx = nullptr;      ///< [N, K] local expert or -1
+  float* recv_weights = nullptr;    ///< [N, K], 0 where not local; null without weights
+  int32_t* position = nullptr;      ///< expert layouts, [N, K]: row of the result, -1: none or dropped
+  /// Of a low_latency dispatch to a slab, else null: [R, ll_tokens, K] the same as position for the i-th row of each source, so that
+  /// a combine finds its rows without knowing where those of a source begin.
+  int32_t* slots = nullptr;
   float* row_weights = nullptr;       ///< expert layouts: [rows of the result], 0 in padding; null without weights
   int32_t* expert_base = nullptr;     ///< [R, Le] pairs of earlier sources
   int32_t* expert_counts = nullptr;   ///< [Le] admitted pairs
@@ -343,6 +346,8 @@ struct CombineArgs {
   int32_t* num_lost = nullptr;  ///< [T]
   Routing routing;
   const int32_t* node_of_rank = nullptr;  ///< [R] device memory; null: one node
+  /// In low_latency mode: the one kernel may start while that before it in the stream ends, and waits for it before it reads anything.
+  bool chained = false;
 
   // The block of this rank that peers write their partial sums to: record i of destination d at row send_offset[d] + i, where
   // is routing.send_offset. Same format on every rank.

@@ -48,7 +48,8 @@ size_t carve_source_side(Routing& r, std::byte* base, int64_t tokens, int topk, 
   return at.num_bytes();
 }
 
-size_t carve_receive_side(Routing& r, std::byte* base, int64_t block_rows, int64_t result_rows, int topk, bool has_weights, Layout layout) {
+size_t carve_receive_side(Routing& r, std::byte* base, int64_t block_rows, int64_t result_rows, int topk, bool has_weights, Layout layout,
+                          int64_t slot_rows) {
   Carver at(base);
   const bool by_rank = layout == Layout::rank_major;
   // rank_major hands its ids and weights out as results, as long as the row arrays are.
@@ -56,6 +57,7 @@ size_t carve_receive_side(Routing& r, std::byte* base, int64_t block_rows, int64
   r.recv_idx = at.take<int32_t>(rows * topk);
   r.recv_weights = has_weights ? at.take<float>(rows * topk) : nullptr;
   r.position = by_rank ? nullptr : at.take<int32_t>(rows * topk);
+  r.slots = slot_rows > 0 ? at.take<int32_t>(slot_rows * topk) : nullptr;
   r.row_weights = !by_rank && has_weights ? at.take<float>(result_rows) : nullptr;
   r.sorted_rows = by_rank ? at.take<int32_t>(rows * topk) : nullptr;
   return at.num_bytes();
@@ -79,12 +81,12 @@ std::shared_ptr<RoutingMemory> Engine::new_routing(const turnout::DispatchArgs& 
 }
 
 void Engine::add_receive_side(RoutingMemory& r, int64_t block_rows, int64_t result_rows, int num_topk, bool has_weights, Layout layout,
-                              cudaStream_t stream) const {
+                              int64_t slot_rows, cudaStream_t stream) const {
   r.block_rows = block_rows;
   r.result_rows = result_rows;
-  const size_t bytes = carve_receive_side(r.view, nullptr, block_rows, result_rows, num_topk, has_weights, layout);
+  const size_t bytes = carve_receive_side(r.view, nullptr, block_rows, result_rows, num_topk, has_weights, layout, slot_rows);
   r.receive_side = std::make_shared<Hold>(shared_, shared_->own, std::max<size_t>(bytes, 128), stream);
-  carve_receive_side(r.view, r.receive_side->data(), block_rows, result_rows, num_topk, has_weights, layout);
+  carve_receive_side(r.view, r.receive_side->data(), block_rows, result_rows, num_topk, has_weights, layout, slot_rows);
 }
 
 DispatchArgs Engine::dispatch_args(const turnout::DispatchArgs& args, const CallFacts& facts, const RoutingFacts& routing) const {
@@ -254,7 +256,7 @@ void Engine::make_routing(const turnout::DispatchArgs& args, PendingCall& call, 
     wait_for_counts(a, *fresh, call.stream);
     a.counts_for_host = nullptr;
   }
-  add_receive_side(*fresh, a.total_rows, a.result_rows, a.num_topk, a.has_weights, a.layout, call.stream);
+  add_receive_side(*fresh, a.total_rows, a.result_rows, a.num_topk, a.has_weights, a.layout, 0, call.stream);
   a.routing = fresh->view;
 }
 

@@ -174,7 +174,7 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
   Common common(int lane, const CallFacts& facts, int num_calls_ago, bool last_of_send) const;
   int blocks(int wanted) const;
   std::shared_ptr<RoutingMemory> new_routing(const turnout::DispatchArgs& args, cudaStream_t stream) const;
-  void add_receive_side(RoutingMemory& r, int64_t block_rows, int64_t result_rows, int num_topk, bool has_weights, Layout layout,
+  void add_receive_side(RoutingMemory& r, int64_t block_rows, int64_t result_rows, int num_topk, bool has_weights, Layout layout, int64_t slot_rows,
                         cudaStream_t stream) const;
   DispatchArgs dispatch_args(const turnout::DispatchArgs& args, const CallFacts& facts, const RoutingFacts& routing) const;
   bool is_low_latency(const DispatchArgs& a) const;

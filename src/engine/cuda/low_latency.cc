@@ -7,6 +7,7 @@
 #include "engine/cuda/engine.h"
 #include "engine/cuda/kernels.h"
 #include "engine/cuda/pending.h"
+#include "engine/cuda/throughput/bulk.h"
 #include "transport/device/driver.h"
 
 namespace turnout::engine::cuda {
@@ -53,7 +54,8 @@ void Engine::dispatch_low_latency(const turnout::DispatchArgs& args, PendingCall
     a.block_rows = a.layout == Layout::expert_slab ? most : a.layout == Layout::rank_major ? a.capacity : std::min(a.capacity, most);
     a.result_rows = a.layout == Layout::expert_slab ? a.capacity * a.num_local : a.capacity;
     const std::shared_ptr<RoutingMemory> fresh = new_routing(args, stream);
-    add_receive_side(*fresh, a.block_rows, a.result_rows, a.num_topk, a.has_weights, a.layout, stream);
+    const int64_t slot_rows = a.layout == Layout::expert_slab ? a.common.arena.ll_tokens * num_ranks_ : 0;
+    add_receive_side(*fresh, a.block_rows, a.result_rows, a.num_topk, a.has_weights, a.layout, slot_rows, stream);
     call.routing = fresh;
   }
   a.routing = call.routing->view;
@@ -73,6 +75,7 @@ void Engine::dispatch_low_latency(const turnout::DispatchArgs& args, PendingCall
 
 void Engine::combine_low_latency(const turnout::CombineArgs& args, PendingCall& call) {
   CombineArgs& a = call.combine;
+  a.chained = has_bulk() && sharers_ == 1;
   place_sums(args, a, &call.result, call.stream);
   const int grid = blocks(args.num_sms > 0 ? args.num_sms : ll_combine_blocks(a, num_sms_));
   check(launch_ll_combine(a, grid, call.stream), "low_latency combine kernel");

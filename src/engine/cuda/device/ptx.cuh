@@ -241,6 +241,9 @@ __device__ __forceinline__ void fetch_row(void* shared, const void* global, uint
   bulk_load(shared, global, bytes, b);
 }
 __device__ __forceinline__ void wait_for_fetched(uint64_t* b) { barrier_wait(b, 0); }
+/// Several rows for one barrier: first how many bytes they are.
+__device__ __forceinline__ void fetch_expect(uint64_t* b, uint32_t bytes) { barrier_expect(b, bytes); }
+__device__ __forceinline__ void fetch_one(void* shared, const void* global, uint32_t bytes, uint64_t* b) { bulk_load(shared, global, bytes, b); }
 #else
 inline constexpr bool kHasBulk = false;
 __device__ __forceinline__ void bulk_can_read() {}
@@ -252,6 +255,8 @@ __device__ __forceinline__ void bulk_finish() {}
 __device__ __forceinline__ void fetch_init(uint64_t*) {}
 __device__ __forceinline__ void fetch_row(void*, const void*, uint32_t, uint64_t*) {}
 __device__ __forceinline__ void wait_for_fetched(uint64_t*) {}
+__device__ __forceinline__ void fetch_expect(uint64_t*, uint32_t) {}
+__device__ __forceinline__ void fetch_one(void*, const void*, uint32_t, uint64_t*) {}
 #endif
 
 }  // namespace turnout::engine::cuda

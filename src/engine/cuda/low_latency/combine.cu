@@ -6,11 +6,11 @@
 #include <atomic>
 #include <climits>
 
-#include "engine/cuda/device/chunk.cuh"
 #include "engine/cuda/kernels.h"
 #include "engine/cuda/launch.h"
+#include "engine/cuda/low_latency/books.cuh"
 #include "engine/cuda/low_latency/format.h"
-#include "engine/cuda/low_latency/parts.cuh"
+#include "engine/cuda/low_latency/slab.h"
 
 namespace turnout::engine::cuda {
 namespace low_latency {
@@ -20,111 +20,8 @@ namespace {
 /// registers.
 template <DType kType, bool kFast>
 inline constexpr int kThreads = kFast&& kType != DType::fp32 ? 320 + 32 : 256;
-/// Entries of a token that a lane holds: 32 or 64 a warp.
-template <bool kFast>
-inline constexpr int kHalvesOf = kFast ? 1 : 2;
-
 /// Shared memory that is not rows of y, at most.
 inline constexpr int kStaticBytes = 2048;
-
-__device__ __forceinline__ int num_unit_threads() { return num_threads() - 32; }
-__device__ __forceinline__ bool is_clerk() { return warp_id() == num_warps() - 1; }
-
-/// The scalar of entry `k` of received row `n`, where there is one.
-template <int kHalves>
-__device__ __forceinline__ float scalar_of(const AnyCombine auto& a, const Terms<kHalves>& t, int n, int h) {
-  const int k = h * 32 + lane_id();
-  if (k >= a.num_topk || t.row[h] < 0) return 0.0f;
-  return a.layout == Layout::rank_major ? a.side[static_cast<int64_t>(n) * a.num_topk + k] : a.side[t.row[h]];
-}
-
-/// The mask of a partial sum, and its scalars. One warp.
-template <int kHalves>
-__device__ __forceinline__ void send_books(const auto& w, const Terms<kHalves>& t, int n, uint4* to) {
-  const auto& a = w.a;
-  if (lane_id() == 0) store_word(to + w.f.mask, uint4{static_cast<uint32_t>(t.mask), static_cast<uint32_t>(t.mask >> 32), 0, w.call.epoch});
-  if (!a.has_side) return;
-  float scalar[kHalves];
-#pragma unroll
-  for (int h = 0; h < kHalves; ++h) scalar[h] = scalar_of(a, t, n, h);
-  for (int first = 0; first < a.num_topk; first += kWordPayload) {
-    uint32_t p[kWordPayload];
-    for (int x = 0; x < kWordPayload; ++x) {
-      const int k = first + x;
-      p[x] = __float_as_uint(entry_of(scalar, k));
-    }
-    if (lane_id() == 0) store_word(to + w.f.mask + 1 + first / kWordPayload, uint4{p[0], p[1], p[2], w.call.epoch});
-  }
-}
-
-template <DType kType>
-__device__ __forceinline__ void send_unit(const auto& w, uint4* to, int unit, const uint32_t* p) {
-  if (unit >= w.f.units) return;
-#pragma unroll
-  for (int j = 0; j < kWords<kType>; ++j) store_word(to + j * w.f.units + unit, uint4{p[3 * j], p[3 * j + 1], p[3 * j + 2], w.call.epoch});
-}
-
-/// All that worker `worker` owes, by one warp: for a block that has not started. Slow, but it hardly ever happens.
-template <DType kType, bool kFast>
-__device__ __forceinline__ void send_for(const Work<CombineArgs>& w, int worker) {
-  int n = 0;
-  uint4* to = nullptr;
-#pragma unroll 1
-  for (Owed owed(w, worker); owed.next(w, &n, &to);) {
-    const Terms<kHalvesOf<kFast>> t = terms_of(w.a, n, ask_terms<kHalvesOf<kFast>>(w.a, n));
-    send_books(w, t, n, to);
-    if (t.mask == 0) continue;
-#pragma unroll 1
-    for (int base = 0; base < w.f.units; base += 32) {
-      const int unit = base + lane_id();
-      uint32_t p[kPayload<kType>];
-      sum_terms<kType, kFast>(w, t, false, {}, place_of<kType>(w.a, unit, w.f.units, unit < w.f.units), p);
-      send_unit<kType>(w, to, unit, p);
-    }
-  }
-}
-
-/// The work of all blocks that have not started, by the clerk.
-template <DType kType, bool kFast>
-__device__ __noinline__ void send_for_rest(Work<CombineArgs> w, FactWords* facts) {
-  const Common& c = w.a.common;
-#pragma unroll 1
-  for (int b = next_unstarted(c, w.call.epoch, 0, true); b >= 0; b = next_unstarted(c, w.call.epoch, b + 1, false)) {
-    if (!__any_sync(kFull, lane_id() == 0 && take_over(c, b, w.call.epoch))) continue;
-    if (b == 0) send_facts(c, w.call, false, facts);
-    if (worker_of(b) >= 0) send_for<kType, kFast>(w, worker_of(b));
-  }
-}
-
-/// Adds a unit of a token: `mine` (if `own`) and what comes back, ranks ascending. False for a thread that gave up.
-template <DType kType, bool kFast, int kHalves>
-__device__ __forceinline__ bool add_unit(const auto& w, int64_t token, const Parts<kHalves>& parts, uint64_t own, const Place& place, int unit,
-                                         const uint32_t* mine) {
-  const auto& a = w.a;
-  const int me = a.common.team.rank;
-  const bool active = unit < w.f.units;
-  uint32_t part[kPayload<kType>];
-  float sum[kUnit];
-#pragma unroll
-  for (int i = 0; i < kUnit; ++i) sum[i] = -0.0f;
-  bool some = false;
-#pragma unroll 1
-  for (int rank = -1, at = 0; (rank = next_part(parts, rank, &at)) >= 0;) {
-    uint64_t mask = own;
-    if (rank != me && !__all_sync(kFull, receive_unit<kType>(w, rank, staged(w, rank, at), unit, active, &mask, part))) return false;
-    if (!mask) continue;
-    some = true;
-#pragma unroll
-    for (int i = 0; i < kPayload<kType>; ++i) part[i] = rank == me ? mine[i] : part[i];
-#pragma unroll
-    for (int i = 0; i < kUnit; ++i) sum[i] += value_of<kType>(part, i);
-  }
-#pragma unroll
-  for (int i = 0; i < kUnit; ++i) sum[i] = some ? sum[i] : 0.0f;
-  round_unit<kType>(sum, part);
-  store_unit<kType, kFast>(a.out + token * a.out_stride, place, part);
-  return true;
-}
 
 /// The first token of a block, asked for before anything else.
 template <int kHalves>
@@ -157,14 +54,8 @@ __device__ __forceinline__ bool work_on_units(const auto& w, int worker, const P
   Terms<kHalves> t = terms_of(a, n, asked);
   constexpr bool kFetch = kFetches<kType, kFast> && kHasBulk;
   const bool first_is_fetched = kFetch && sends && fetch(w, t, room, fetching);
-  // The rows of the first token come behind those to send: the link waits for these.
-  const bool has_own = token < a.num_tokens;
-  bool own_is_asked = !first_is_fetched, own_is_fetched = false;
-  const auto ask_own = [&] {
-    if (kFetch && has_own) own_is_fetched = fetch(w, terms_of(a, now.own_row, now.own), room.second(), fetching);
-    own_is_asked = true;
-  };
-  if (own_is_asked) ask_own();
+  // Now, behind those to send: once all blocks have begun to send, loads take as long as the link is busy.
+  const bool own_is_fetched = kFetch && token < a.num_tokens && fetch(w, terms_of(a, now.own_row, now.own), room.second(), fetching);
 #pragma unroll 1
   for (bool first = true;; first = false) {
     if (!first) {
@@ -181,46 +72,13 @@ __device__ __forceinline__ bool work_on_units(const auto& w, int worker, const P
       const Place place = place_of<kType>(a, unit, w.f.units, unit < w.f.units);
       uint32_t p[kPayload<kType>];
       if (t.mask) sum_terms<kType, kFast>(w, t, is_fetched, sends ? room : room.second(), place, p);
-      if (!own_is_asked) ask_own();
       if (sends) send_unit<kType>(w, to, unit, p);
       else if (!add_unit<kType, kFast>(w, token, now.parts, t.mask, place, unit, p)) return false;
     }
-    if (!own_is_asked) ask_own();  // a warp without a unit
     if (sends) continue;
     token += num_workers();
     now = first_of(w, ask_parts<kHalves>(a, token));
   }
-}
-
-/// The books of a token: what was lost of it, and its scalars. What the clerk does. False for a thread that gave up.
-template <int kHalves>
-__device__ __forceinline__ bool keep_books(const auto& w, int64_t token, const Parts<kHalves>& parts, int own_row, const Terms<kHalves>& asked) {
-  const auto& a = w.a;
-  const int me = a.common.team.rank;
-  const Terms<kHalves> own = terms_of(a, own_row, asked);
-  uint64_t present = own.mask;
-  float scalar[kHalves];
-#pragma unroll
-  for (int h = 0; h < kHalves; ++h) scalar[h] = a.has_side && own_row >= 0 ? scalar_of(a, own, own_row, h) : 0.0f;
-  for (int rank = -1, at = 0; (rank = next_part(parts, rank, &at)) >= 0;) {
-    if (rank == me) continue;
-    const uint4* from = staged(w, rank, at);
-    uint4 word;
-    bool good = wait_for_word(a.common, Phase::low_latency_partials, rank, w.call.epoch, true, from + w.f.mask, &word);
-    const uint64_t mask = word.x | static_cast<uint64_t>(word.y) << 32;
-    if (good && a.has_side) good = receive_scalars(w, rank, from, mask, scalar);
-    if (!__all_sync(kFull, good)) return false;
-    present |= mask;
-  }
-  int lost = 0;
-#pragma unroll
-  for (int h = 0; h < kHalves; ++h) {
-    const int k = h * 32 + lane_id();
-    lost += __popc(__ballot_sync(kFull, (parts.asked >> h & 1) && !(present >> k & 1)));
-    if (a.out_side && k < a.num_topk) a.out_side[token * a.num_topk + k] = scalar[h];
-  }
-  if (lane_id() == 0) a.num_lost[token] = lost;
-  return true;
 }
 
 /// What the clerk does: facts, the books of what is sent, the work of blocks that have not started, the books of tokens.
@@ -235,7 +93,7 @@ __device__ __forceinline__ bool work_on_books(const auto& w, int worker, const P
 #pragma unroll 1
     for (Owed owed(w, worker); owed.next(w, &n, &to);) send_books(w, terms_of(a, n, ask_terms<kHalves>(a, n)), n, to);
   }
-  send_for_rest<kType, kFast>(Work<CombineArgs>{a, w.call, w.f, w.begins, w.records, w.sent, w.send_offset}, facts);
+  send_for_rest<kType, kFast>(w, facts);
   if (!all_agree(c, w.call)) return false;
 #pragma unroll 1
   for (int64_t t = worker; worker >= 0 && t < a.num_tokens; t += num_workers()) {
@@ -245,22 +103,8 @@ __device__ __forceinline__ bool work_on_books(const auto& w, int worker, const P
   return true;
 }
 
-/// What a failed call leaves: NaN, or 0 for scalars.
-__device__ __noinline__ void poison(const CombineArgs& a, int worker) {
-  for (int64_t t = worker; t < a.num_tokens; t += num_workers()) {
-    for (int64_t i = thread(); i < a.hidden; i += num_threads()) store_value(a.dtype, a.out + t * a.out_stride, i, NAN);
-    if (thread() == 0) a.num_lost[t] = 0;
-    for (int k = thread(); a.out_side && k < a.num_topk; k += num_threads()) a.out_side[t * a.num_topk + k] = 0.0f;
-  }
-}
-
-/// Whether all ranks take part alike, and a record if they do not.
-__device__ __noinline__ bool hear_all(const Common& c, Call call, const FactWords* facts) {
-  return receive_headers(c, call, HeaderInts::kRows, facts, [](int, int, uint32_t) {});
-}
-
-template <DType kType, bool kFast, class Args>
-__global__ void __launch_bounds__(kThreads<kType, kFast>, 1) combine_kernel(const __grid_constant__ Args a, int num_fetched) {
+template <DType kType, bool kFast>
+__global__ void __launch_bounds__(kThreads<kType, kFast>, 1) combine_kernel(const __grid_constant__ CombineArgs a, int num_fetched) {
   extern __shared__ __align__(128) std::byte memory[];
   __shared__ uint64_t barriers[2 * Fetched::kMost];
   __shared__ int32_t begins[kMaxRanks + 1], records[kMaxRanks], sent[kMaxRanks], send_offset[kMaxRanks + 1];
@@ -287,7 +131,7 @@ __global__ void __launch_bounds__(kThreads<kType, kFast>, 1) combine_kernel(cons
   // A routing whose dispatch failed is refused.
   bool good = !over && begins[0] >= 0;
   if (good) {
-    const Work<Args> w{a, call, PartialFormat::of(a.hidden, kElement<kType>, a.num_topk, a.has_side), begins, records, sent, send_offset};
+    const Work<CombineArgs> w{a, call, PartialFormat::of(a.hidden, kElement<kType>, a.num_topk, a.has_side), begins, records, sent, send_offset};
     if (clerk) {
       good = work_on_books<kType, kFast>(w, worker, parts, &facts);
     } else if (worker >= 0) {
@@ -308,8 +152,6 @@ __global__ void __launch_bounds__(kThreads<kType, kFast>, 1) combine_kernel(cons
   if (c.last_of_send) advance_epoch(c, call.epoch);
 }
 
-bool is_slab(const CombineArgs& a) { return a.num_topk == SlabSums::num_topk && a.apply == SlabSums::apply && a.layout == SlabSums::layout; }
-
 /// Dynamic shared memory that a block may have, on every device of this process that has been prepared.
 std::atomic<int> g_shared_bytes{INT_MAX};
 
@@ -324,21 +166,20 @@ cudaError_t launch(const CombineArgs& a, int blocks, cudaStream_t stream) {
   const int rows = kFetches<kType, true> ? static_cast<int>(std::min<int64_t>({room, a.num_topk, Fetched::kMost})) : 0;
   const auto shared = static_cast<size_t>(2 * rows * row);
   const bool fast = bits % 16 == 0 && a.hidden % kUnitChunk == 0 && a.num_topk <= 32;
-  if (fast && kType == DType::bf16 && is_slab(a))
-    combine_kernel<DType::bf16, true, SlabSums><<<blocks, threads(kThreads<DType::bf16, true>), shared, stream>>>(SlabSums(a), rows);
-  else if (fast) combine_kernel<kType, true, CombineArgs><<<blocks, threads(kThreads<kType, true>), shared, stream>>>(a, rows);
-  else combine_kernel<kType, false, CombineArgs><<<blocks, threads(kThreads<kType, false>), 0, stream>>>(a, 0);
+  if (fast && can_sum_slab(a)) return launch_slab_sums(a, blocks, g_shared_bytes.load(std::memory_order_relaxed), stream);
+  if (fast) combine_kernel<kType, true><<<blocks, threads(kThreads<kType, true>), shared, stream>>>(a, rows);
+  else combine_kernel<kType, false><<<blocks, threads(kThreads<kType, false>), 0, stream>>>(a, 0);
   return cudaGetLastError();
 }
 template <DType kType>
 cudaError_t load() {
   const auto take = [](auto* kernel, int bytes) { return load_kernel(reinterpret_cast<const void*>(kernel), bytes); };
   const int bytes = g_shared_bytes.load(std::memory_order_relaxed);
-  if (const cudaError_t bad = take(combine_kernel<kType, true, CombineArgs>, bytes)) return bad;
+  if (const cudaError_t bad = take(combine_kernel<kType, true>, bytes)) return bad;
   if (kType == DType::bf16) {
-    if (const cudaError_t bad = take(combine_kernel<DType::bf16, true, SlabSums>, bytes)) return bad;
+    if (const cudaError_t bad = prepare_slab_sums(bytes)) return bad;
   }
-  return take(combine_kernel<kType, false, CombineArgs>, 0);
+  return take(combine_kernel<kType, false>, 0);
 }
 cudaError_t find_shared_bytes() {
   int device = 0, most = 0;

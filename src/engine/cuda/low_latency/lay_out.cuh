@@ -83,6 +83,7 @@ __device__ __forceinline__ int place(const auto& w, const std::byte* row, int s,
     return k == 0 ? n : -1;
   }
   r.position[i] = at;
+  if (r.slots) r.slots[(s * a.common.arena.ll_tokens + n - w.m->begins[s]) * a.num_topk + k] = at;
   if (at >= 0 && a.has_weights) r.row_weights[at] = m.weight[k];
   return at;
 }

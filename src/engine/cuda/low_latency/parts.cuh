@@ -58,11 +58,13 @@ __device__ __forceinline__ int next_part(const Parts<kHalves>& p, int after, int
   return static_cast<int>(best);
 }
 
-/// The rows of other ranks that worker `worker` owes a partial sum, one after the other: row `i` of `source`, which is row n here.
+/// The rows of other ranks that worker `worker` owes a partial sum, one after the other: row `i` of `source`, which is row n here. A worker
+/// takes every num_workers()-th row of each source. Where it begins shifts from source to source, so that few rows are shared out
+/// evenly, but depends on no count: the first row of the first source is known when a kernel starts.
 struct Owed {
-  int source, first, at;  ///< rows of the sources before `source`
+  int source, first, at;  ///< where the worker begins in this source; its next row
 
-  __device__ Owed(const auto& w, int worker) : source((w.a.common.team.rank + 1) % w.a.common.team.num_ranks), first(0), at(worker) {}
+  __device__ Owed(const auto& w, int worker) : source((w.a.common.team.rank + 1) % w.a.common.team.num_ranks), first(worker), at(worker) {}
   __device__ bool next(const auto& w, int* n, uint4** to) {
     const Common& c = w.a.common;
 #pragma unroll 1
@@ -70,23 +72,25 @@ struct Owed {
       // A source with more tokens than there is staging for refuses the call, but later than this.
       const Arena& arena = c.arena;
       const int room = static_cast<int>(arena.ll_tokens) * arena.ll_combine_copies - w.records[source];
-      const int rows = min(w.begins[source + 1] - w.begins[source], room), i = at - first;
+      const int rows = min(w.begins[source + 1] - w.begins[source], room), i = at;
       if (i < rows) {
         *n = w.begins[source] + i;
         *to = reinterpret_cast<uint4*>(c.team.base[source] + c.arena.ll_combine_at(c.lane, w.call.copy, 0, w.records[source] + i));
         at += num_workers();
         return true;
       }
-      first += rows;
-      source = (source + 1) % c.team.num_ranks;
+      source = source + 1 < c.team.num_ranks ? source + 1 : 0;
+      first -= num_workers() / (c.team.num_ranks - 1);
+      if (first < 0) first += num_workers();
+      at = first;
     }
     return false;
   }
 };
 
-/// Waits for a unit of a partial sum and for its mask. Where the mask is 0 nothing else comes.
+/// Waits for a unit of a partial sum, or for a mask that says that nothing else comes (`some`: it is not that).
 template <DType kType>
-__device__ __forceinline__ bool receive_unit(const auto& w, int rank, const uint4* from, int unit, bool active, uint64_t* mask, uint32_t* out) {
+__device__ __forceinline__ bool receive_unit(const auto& w, int rank, const uint4* from, int unit, bool active, bool* some, uint32_t* out) {
   const uint32_t epoch = w.call.epoch;
   uint4 words[kWords<kType>], m{};
   const int mine = active ? unit : 0;
@@ -94,15 +98,14 @@ __device__ __forceinline__ bool receive_unit(const auto& w, int rank, const uint
       w.a.common, Phase::low_latency_partials, rank, epoch, true,
       [&] {
         m = load_word(from + w.f.mask);
-        bool all = true;
+        *some = true;
 #pragma unroll
         for (int j = 0; j < kWords<kType>; ++j) words[j] = load_word(from + j * w.f.units + mine);
 #pragma unroll
-        for (int j = 0; j < kWords<kType>; ++j) all = all && words[j].w == epoch;
-        return m.w == epoch && (all || (m.x | m.y) == 0);
+        for (int j = 0; j < kWords<kType>; ++j) *some = *some && words[j].w == epoch;
+        return *some || (m.w == epoch && (m.x | m.y) == 0);
       },
-      [&] { return m.w != epoch ? m.w : words[0].w; });
-  *mask = m.x | static_cast<uint64_t>(m.y) << 32;
+      [&] { return words[0].w != epoch ? words[0].w : m.w; });
 #pragma unroll
   for (int j = 0; j < kWords<kType>; ++j) out[3 * j] = words[j].x, out[3 * j + 1] = words[j].y, out[3 * j + 2] = words[j].z;
   return good;

@@ -1,0 +1,332 @@
+// The combine of most low_latency calls: plain sums of eight rows of a slab. What a block sends depends on one trip to memory: the
+// dispatch has left the places of every row where its number alone says (Routing::slots), and they are asked for together with the
+// epoch. The rows to send go to registers, because their sum waits for nothing else. Rows of the block's own token are asked for by
+// the last warp, right behind them and into shared memory: once all blocks have begun to send, a load takes as long as the link is busy.
+#include <algorithm>
+
+#include "engine/cuda/kernels.h"
+#include "engine/cuda/launch.h"
+#include "engine/cuda/low_latency/books.cuh"
+#include "engine/cuda/low_latency/slab.h"
+
+namespace turnout::engine::cuda::low_latency {
+namespace {
+
+constexpr DType kType = DType::bf16;
+constexpr int kTopk = SlabSums::num_topk, kMostUnits = 320, kMostThreads = kMostUnits + 32, kNotAsked = -2;
+
+/// What is read first, side by side in the arguments: each line of them that a kernel touches is a trip of its own.
+struct Early {
+  const uint32_t *epochs, *failed;
+  const uint64_t *status, *generation;
+  const int32_t *recv_begin, *record_begin, *slots, *dest, *send_index, *sent;
+  int32_t rank, source, num_tokens, ll_tokens, room;  ///< source: of the first rows to send; slots: its part
+
+  explicit Early(const CombineArgs& a) {
+    const Common& c = a.common;
+    epochs = c.lane_control->epoch;
+    failed = &c.lane_control->failed;
+    status = reinterpret_cast<const uint64_t*>(c.team.base[c.team.rank] + c.arena.status);
+    generation = &c.control->generation;
+    rank = c.team.rank;
+    source = (rank + 1) % c.team.num_ranks;
+    num_tokens = static_cast<int32_t>(a.num_tokens);
+    ll_tokens = static_cast<int32_t>(c.arena.ll_tokens);
+    room = ll_tokens * c.arena.ll_combine_copies;
+    const Routing& r = a.routing;
+    recv_begin = r.recv_begin, record_begin = r.record_begin, sent = r.sent;
+    dest = r.dest, send_index = r.send_index;
+    slots = r.slots + static_cast<int64_t>(source) * ll_tokens * kTopk;
+  }
+};
+
+/// What a block has asked for before it knows anything.
+struct Begun {
+  Asked asked;
+  Parts<1> parts;  ///< of its first token
+  int32_t slot;    ///< lane k: of its first row to send
+  int32_t broken, begin, end, record;
+};
+__device__ __forceinline__ Begun ask(const Early& e, int worker) {
+  Begun b;
+  b.asked.before = *reinterpret_cast<const volatile uint32_t*>(e.epochs + block() % kMaxChannels);
+  b.broken = e.recv_begin[0];
+  b.begin = e.recv_begin[e.source], b.end = e.recv_begin[e.source + 1];
+  b.record = e.record_begin[e.source];
+  const bool lists = worker >= 0 && lane_id() < kTopk;
+  const int at = worker * kTopk + lane_id();
+  b.slot = lists && worker < e.ll_tokens ? e.slots[at] : -1;
+  b.parts = {{-1}, {-1}, 0};
+  if (lists && worker < e.num_tokens) b.parts.rank[0] = e.dest[at], b.parts.at[0] = e.send_index[at];
+  b.asked.failed = *reinterpret_cast<const volatile uint32_t*>(e.failed);
+  b.asked.status = load_relaxed(e.status);
+  b.asked.generation = *reinterpret_cast<const volatile uint64_t*>(e.generation);
+  return b;
+}
+
+/// Where the chunks of a unit are in a row, in bytes; of one that is not in the row, its beginning.
+struct Chunks {
+  int32_t at[3];
+
+  __device__ Chunks(const SlabSums& a, int unit, int units) {
+    const int num = static_cast<int>(a.hidden / kUnitChunk);
+#pragma unroll
+    for (int j = 0; j < 3; ++j) at[j] = (unit + j * units < num ? unit + j * units : 0) * kUnitChunk * kElement<kType>;
+  }
+};
+
+/// Rows of y in registers, as they are in memory, kMost at a time. The whole warp calls all of it.
+template <int kMost>
+struct Rows {
+  uint32_t raw[kMost][kPayload<kType>];
+
+  /// The first of the terms in `left`, which it takes from there: entry k is the row that lane k says.
+  __device__ __forceinline__ int load(const SlabSums& a, const Chunks& chunks, int slot, uint32_t* left) {
+    const int num = min(__popc(*left), kMost);
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+      if (i >= num) continue;
+      const int row = __shfl_sync(kFull, slot, __ffs(static_cast<int>(*left)) - 1);
+      *left &= *left - 1;
+      const std::byte* y = a.y + row * a.y_stride;
+#pragma unroll
+      for (int j = 0; j < 3; ++j) put(i, j, load_stream(reinterpret_cast<const uint4*>(y + chunks.at[j])));
+    }
+    return num;
+  }
+  /// The same of rows in shared memory, one bit each.
+  __device__ __forceinline__ int copy(const std::byte* rows, int32_t bytes, const Chunks& chunks, uint32_t* left) {
+    const int num = min(__popc(*left), kMost);
+    rows += (__ffs(static_cast<int>(*left)) - 1) * bytes;
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+      if (i >= num) continue;
+      *left &= *left - 1;
+#pragma unroll
+      for (int j = 0; j < 3; ++j) put(i, j, *reinterpret_cast<const uint4*>(rows + i * bytes + chunks.at[j]));
+    }
+    return num;
+  }
+  __device__ __forceinline__ void add(int num, float (&sum)[kUnit]) const {
+#pragma unroll
+    for (int n = 0; n < kMost; ++n) {
+      if (n >= num) continue;
+#pragma unroll
+      for (int i = 0; i < kUnit; ++i) sum[i] += value_of<kType>(raw[n], i);
+    }
+  }
+  __device__ __forceinline__ void put(int i, int j, uint4 v) {
+    raw[i][4 * j] = v.x, raw[i][4 * j + 1] = v.y, raw[i][4 * j + 2] = v.z, raw[i][4 * j + 3] = v.w;
+  }
+};
+
+/// Rows of the block's first token on their way to shared memory; the last warp asks for them and says how many: a bit each.
+struct Own {
+  static constexpr uint32_t kNone = ~0u;  ///< they are too many
+  std::byte* rows;
+  uint64_t* barrier;
+  volatile uint32_t* fetched;
+  int32_t bytes;
+};
+
+__device__ __forceinline__ int slot_of(const SlabSums& a, int n) {
+  return n >= 0 && lane_id() < kTopk ? a.routing.position[static_cast<int64_t>(n) * kTopk + lane_id()] : -1;
+}
+
+/// Of the first row to send all terms are asked for at once, of other rows as many as there are registers for beside the rest.
+inline constexpr int kInParts = 3;
+
+__device__ __forceinline__ void clear(float (&sum)[kUnit]) {
+#pragma unroll
+  for (int i = 0; i < kUnit; ++i) sum[i] = -0.0f;  // -0 + x is x for every x
+}
+
+/// The terms in `left`, added to a sum.
+__device__ __forceinline__ void add_rows(const SlabSums& a, const Chunks& chunks, int slot, uint32_t left, const Own* own, float (&sum)[kUnit]) {
+#pragma unroll 1
+  while (left) {
+    Rows<kInParts> rows;
+    const int num = own ? rows.copy(own->rows, own->bytes, chunks, &left) : rows.load(a, chunks, slot, &left);
+    rows.add(num, sum);
+  }
+}
+
+/// What a warp of units does: partial sums for others, then its own tokens. `sent`: the first row to send is on its way.
+__device__ __forceinline__ bool work_on_units(const auto& w, int worker, int unit, const Chunks& chunks, const Begun& begun, bool sent,
+                                              const Own& own) {
+  const auto& a = w.a;
+  Owed owed(w, worker);
+  int n = 0;
+  uint4* to = nullptr;
+  if (sent) owed.next(w, &n, &to);
+  bool sends = owed.next(w, &n, &to);
+  int64_t token = worker;
+  Parts<1> now = parts_of(w, begun.parts);
+#pragma unroll 1
+  while (sends || token < a.num_tokens) {
+    bool is_fetched = kHasBulk && !sends && token == worker;
+    uint32_t terms = 0;
+    int slot = -1;
+    if (is_fetched) {
+      wait_for_fetched(own.barrier);
+      terms = *own.fetched;
+      is_fetched = terms != Own::kNone;
+    }
+    if (!is_fetched) {
+      slot = slot_of(a, sends ? n : own_row_of(w, now));
+      terms = __ballot_sync(kFull, slot >= 0);
+    }
+    float sum[kUnit];
+    clear(sum);
+    add_rows(a, chunks, slot, terms, is_fetched ? &own : nullptr, sum);
+    uint32_t p[kPayload<kType>];
+    round_unit<kType>(sum, p);
+    if (sends) {
+      if (terms) send_unit<kType>(w, to, unit, p);  // else all of it was dropped: its mask says so
+      sends = owed.next(w, &n, &to);
+      continue;
+    }
+    if (!add_unit<kType, true>(w, token, now, terms, place_of<kType>(a, unit, w.f.units, unit < w.f.units), unit, p)) return false;
+    token += num_workers();
+    now = parts_of(w, ask_parts<1>(a, token));
+  }
+  return true;
+}
+
+__device__ __forceinline__ void fetch_own(const SlabSums& a, int slot, int room, const Own& own) {
+  const uint32_t mask = __ballot_sync(kFull, slot >= 0);
+  const int rows = __popc(mask), fetched = rows <= room ? rows : 0;
+  if (lane_id() == 0) {
+    *own.fetched = rows <= room ? (1u << rows) - 1 : Own::kNone;
+    fetch_expect(own.barrier, static_cast<uint32_t>(fetched * own.bytes));
+  }
+  __syncwarp();
+  if (slot < 0 || fetched == 0) return;
+  const int nth = __popc(mask & ((1u << lane_id()) - 1));
+  fetch_one(own.rows + nth * own.bytes, a.y + slot * a.y_stride, static_cast<uint32_t>(own.bytes), own.barrier);
+}
+
+/// What the last warp does: facts, the books of what is sent, the work of blocks that have not started, the books of tokens.
+__device__ __forceinline__ bool work_on_books(const auto& w, int worker, const Begun& begun, int own_row, int own_slot, int slot, FactWords* facts) {
+  const auto& a = w.a;
+  const Common& c = a.common;
+  if (block() == 0) send_facts(c, w.call, false, facts);
+  if (worker >= 0) {
+    int n = 0;
+    uint4* to = nullptr;
+    bool known = slot != kNotAsked;
+#pragma unroll 1
+    for (Owed owed(w, worker); owed.next(w, &n, &to); known = false) {
+      const Terms<1> t = known ? Terms<1>{0, {slot}, {1.0f}} : ask_terms<1>(a, n);
+      send_books(w, terms_of(a, n, t), n, to);
+    }
+  }
+  send_for_rest<kType, true>(Work<CombineArgs>{a, w.call, w.f, w.begins, w.records, w.sent, w.send_offset}, facts);
+  if (!all_agree(c, w.call)) return false;
+  let_next_start();
+#pragma unroll 1
+  for (int64_t t = worker; worker >= 0 && t < a.num_tokens; t += num_workers()) {
+    const Parts<1> parts = parts_of(w, t == worker ? begun.parts : ask_parts<1>(a, t));
+    const int row = t == worker ? own_row : own_row_of(w, parts);
+    if (!keep_books(w, t, parts, row, t == worker ? Terms<1>{0, {own_slot}, {1.0f}} : ask_terms<1>(a, row))) return false;
+  }
+  return true;
+}
+
+__global__ void __launch_bounds__(kMostThreads, 1) slab_sums_kernel(const __grid_constant__ Early e, const __grid_constant__ SlabSums a, int room) {
+  extern __shared__ __align__(128) std::byte memory[];
+  __shared__ uint64_t barrier;
+  __shared__ int32_t begins[kMaxRanks + 1], records[kMaxRanks], sent[kMaxRanks], send_offset[kMaxRanks + 1];
+  __shared__ uint32_t fetched;
+  __shared__ FactWords facts;
+  wait_for_previous();
+  const Common& c = a.common;
+  const int worker = worker_of(block()), unit = thread();
+  const bool clerk = is_clerk();
+  const Begun begun = ask(e, worker);
+  const int32_t own_sent = clerk ? e.sent[e.rank] : 0, own_begin = clerk ? e.recv_begin[e.rank] : 0;
+#pragma unroll 1
+  for (int s = thread(); s <= c.team.num_ranks; s += num_threads()) {
+    copy_async(begins + s, a.routing.recv_begin + s);
+    copy_async(send_offset + s, a.routing.send_offset + s);
+    if (s == c.team.num_ranks) break;
+    copy_async(records + s, a.routing.record_begin + s);
+    copy_async(sent + s, a.routing.sent + s);
+  }
+  const PartialFormat f = PartialFormat::of(a.hidden, kElement<kType>, kTopk, false);
+  const Chunks chunks(a, unit, f.units);
+  const Own own{memory, &barrier, &fetched, static_cast<int32_t>(a.hidden) * kElement<kType>};
+  const bool whole = begun.broken >= 0;
+  const int rows_there = min(begun.end - begun.begin, e.room - begun.record);  // as Owed has it
+  const bool loaded = whole && worker >= 0 && e.source != e.rank && worker < min(rows_there, e.ll_tokens);
+  Rows<kTopk> rows;
+  uint32_t left = loaded ? __ballot_sync(kFull, begun.slot >= 0) : 0;
+  int num = 0;
+  int own_row = -1, own_slot = -1;
+  if (!clerk) {
+    num = rows.load(a, chunks, begun.slot, &left);
+  } else if (whole) {
+    const int at = begun.parts.at[0];
+    const unsigned holder = __ballot_sync(kFull, begun.parts.rank[0] == e.rank && at >= 0 && at < own_sent);
+    if (holder) own_row = own_begin + __shfl_sync(kFull, at, __ffs(static_cast<int>(holder)) - 1);
+    own_slot = slot_of(a, own_row);
+  }
+  if (clerk && lane_id() == 0) {
+    fetch_init(&barrier);
+    bulk_can_read();
+  }
+  const Start start = start_of(c, begun.asked);
+  const Call call = start.call;
+  auto* to = reinterpret_cast<uint4*>(c.team.base[e.source] + c.arena.ll_combine_at(c.lane, call.copy, 0, begun.record + worker));
+  copies_done();
+  const bool over = __syncthreads_or(start.over);
+  bool good = !over && whole;
+  if (good) {
+    const Work<SlabSums> w{a, call, f, begins, records, sent, send_offset};
+    if (clerk) {
+      if (kHasBulk && worker >= 0) fetch_own(a, own_slot, room, own);
+      good = work_on_books(w, worker, begun, own_row, own_slot, loaded ? begun.slot : kNotAsked, &facts);
+    } else if (worker >= 0) {
+      if (num > 0) {
+        float sum[kUnit];
+        clear(sum);
+        rows.add(num, sum);
+        uint32_t p[kPayload<kType>];
+        round_unit<kType>(sum, p);
+        send_unit<kType>(w, to, unit, p);
+      }
+      good = work_on_units(w, worker, unit, chunks, begun, loaded, own);
+    }
+  } else if (!over && clerk && block() == 0) {
+    send_facts(c, call, true, &facts);
+  }
+  good = __syncthreads_and(good);
+  if (!over && block() == 0) {
+    const bool heard = hear_all(c, call, &facts);
+    good = __syncthreads_and(heard) && good;
+  }
+  if (!good && worker >= 0) poison(a, worker);
+  __syncthreads();
+  tell_expired(c, call.epoch);
+  if (c.last_of_send) advance_epoch(c, call.epoch);
+}
+
+}  // namespace
+
+bool can_sum_slab(const CombineArgs& a) {
+  const bool is_plain = a.num_topk == SlabSums::num_topk && a.apply == SlabSums::apply && a.layout == SlabSums::layout && !a.has_side;
+  const int units = PartialFormat::of(a.hidden, kElement<kType>, kTopk, false).units;
+  return is_plain && a.dtype == kType && a.routing.slots != nullptr && units <= kMostUnits;
+}
+
+cudaError_t launch_slab_sums(const CombineArgs& a, int blocks, int shared_bytes, cudaStream_t stream) {
+  const int64_t row = a.hidden * kElement<kType>;
+  const int room = kHasBulk ? static_cast<int>(std::min<int64_t>(shared_bytes / row, kTopk)) : 0;
+  const int units = PartialFormat::of(a.hidden, kElement<kType>, kTopk, false).units;
+  const int threads = std::max(128, static_cast<int>(core::align_up(units, 32)) + 32);
+  return launch_kernel(slab_sums_kernel, blocks, threads, static_cast<size_t>(room * row), stream, a.chained, Early(a), SlabSums(a), room);
+}
+
+cudaError_t prepare_slab_sums(int shared_bytes) { return load_kernel(reinterpret_cast<const void*>(slab_sums_kernel), shared_bytes); }
+
+}  // namespace turnout::engine::cuda::low_latency
