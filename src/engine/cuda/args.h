@@ -192,6 +192,7 @@ struct DispatchArgs {
   /// plan, admit and move follow each other without anything between: each may start while the one before it runs, and waits for
   /// what it needs of it. A move kernel of more than kFewBlocks starts only when all ranks have told their counts: before that it
   /// could keep out, for as long as a peer is late, what the peer waits for (a collective of another library, say).
+  /// In low_latency mode: the one kernel may start while that before it in the stream ends, and waits for it before it reads anything.
   bool chained = false;
   static constexpr int kFewBlocks = 32;
   Layout layout = Layout::rank_major;

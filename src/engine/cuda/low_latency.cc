@@ -66,6 +66,7 @@ void Engine::dispatch_low_latency(const turnout::DispatchArgs& args, PendingCall
     check(cudaMemsetAsync(a.arrived, 0, static_cast<size_t>(num_ranks_) * 8, stream), "cudaMemset");
   }
   a.common.last_of_send = true;
+  a.chained = has_bulk() && sharers_ == 1;
   const int grid = blocks(args.num_sms > 0 ? args.num_sms : ll_dispatch_blocks(a, num_sms_));
   check(launch_ll_dispatch(a, grid, stream), "low_latency dispatch kernel");
   LaneState& lane = lanes_[static_cast<size_t>(call.lane)];

@@ -128,6 +128,8 @@ __device__ __forceinline__ void store_stream(uint4* p, uint4 v) {
 
 /// Of `threads` threads of a block, which are whole warps; no other barrier of the kernel has the number.
 __device__ __forceinline__ void sync_some(int number, int threads) { asm volatile("bar.sync %0,%1;" ::"r"(number), "r"(threads) : "memory"); }
+/// Of a thread that the others wait for and that waits for nobody.
+__device__ __forceinline__ void arrive_some(int number, int threads) { asm volatile("bar.arrive %0,%1;" ::"r"(number), "r"(threads) : "memory"); }
 
 /// Kernels of one call follow each other closely (launch.h): the next may start once every block has said so; wait_for_previous
 /// returns when the kernel before has ended and what it wrote can be read.

@@ -133,24 +133,43 @@ __device__ __forceinline__ void lay_out(const auto& w, const std::byte* row, int
   __syncthreads();
 }
 
-/// Until all words of a staged row show the epoch; their payload goes to shared memory. A thread polls two at a time.
-__device__ __forceinline__ bool receive_row(const auto& w, int s, int i, std::byte* row) {
+__device__ __forceinline__ const uint4* staged_row(const auto& w, int s, int i) {
   const Common& c = w.a.common;
-  const auto* from = reinterpret_cast<const uint4*>(c.team.base[c.team.rank] + c.arena.ll_dispatch_at(c.lane, w.call.copy, s, i));
+  return reinterpret_cast<const uint4*>(c.team.base[c.team.rank] + c.arena.ll_dispatch_at(c.lane, w.call.copy, s, i));
+}
+/// The words of a staged row that a thread looks at first. Those of the first row that a block may receive can be asked for before it
+/// is known whether there is one: loads queue behind the stores of the rows that the block has sent, so a trip there is long.
+struct RowWords {
+  uint4 p{}, q{};
+};
+__device__ __forceinline__ RowWords ask_first_row(const auto& w) {
+  const int ranks = w.a.common.team.num_ranks;
+  if (ranks == 1 || w.worker < 0 || w.worker >= w.a.common.arena.ll_tokens || thread() >= w.f.num_words) return {};
+  const uint4* from = staged_row(w, (w.a.common.team.rank + 1) % ranks, w.worker) + thread();
+  return {load_word(from), load_word(from + (thread() + num_threads() < w.f.num_words ? num_threads() : 0))};
+}
+
+/// Until all words of a staged row show the epoch; their payload goes to shared memory. A thread polls two at a time.
+__device__ __forceinline__ bool receive_row(const auto& w, int s, int i, std::byte* row, RowWords seen) {
+  const Common& c = w.a.common;
+  const uint4* from = staged_row(w, s, i);
   auto* to = reinterpret_cast<uint32_t*>(row);
   bool good = true;
 #pragma unroll 1
   for (int x = thread(); good && x < w.f.num_words; x += 2 * num_threads()) {
     const int y = x + num_threads() < w.f.num_words ? x + num_threads() : x;
-    uint4 p{}, q{};
-    good = wait_for(
-        c, Phase::low_latency_rows, s, w.call.epoch, true,
-        [&] {
-          p = load_word(from + x);
-          q = load_word(from + y);
-          return p.w == w.call.epoch && q.w == w.call.epoch;
-        },
-        [&] { return p.w != w.call.epoch ? p.w : q.w; });
+    uint4 p = seen.p, q = seen.q;
+    const auto are_there = [&] { return p.w == w.call.epoch && q.w == w.call.epoch; };
+    if (x != thread() || !are_there()) {
+      good = wait_for(
+          c, Phase::low_latency_rows, s, w.call.epoch, true,
+          [&] {
+            p = load_word(from + x);
+            q = load_word(from + y);
+            return are_there();
+          },
+          [&] { return p.w != w.call.epoch ? p.w : q.w; });
+    }
     to[3 * x] = p.x, to[3 * x + 1] = p.y, to[3 * x + 2] = p.z;
     to[3 * y] = q.x, to[3 * y + 1] = q.y, to[3 * y + 2] = q.z;
   }
@@ -158,9 +177,9 @@ __device__ __forceinline__ bool receive_row(const auto& w, int s, int i, std::by
   return __syncthreads_and(good);
 }
 
-/// The rows of all other ranks, as they arrive. False: given up.
+/// The rows of all other ranks, as they arrive; `seen`: of ask_first_row(). False: given up.
 template <bool kPlain>
-__device__ __forceinline__ bool receive_rows(const auto& w) {
+__device__ __forceinline__ bool receive_rows(const auto& w, RowWords seen = {}) {
   const int ranks = w.a.common.team.num_ranks, me = w.a.common.team.rank;
   int j = 0, first = 0;  // rows of the sources before s
   int s = (me + 1) % ranks;
@@ -170,13 +189,15 @@ __device__ __forceinline__ bool receive_rows(const auto& w) {
     if (n - first >= rows) {
       first += rows;
       s = (s + 1) % ranks;
+      seen = {};
       continue;
     }
     if (j >= 2) {  // the row before the last was copied from this buffer
       bulk_have_read<1>();
       __syncthreads();
     }
-    if (!receive_row(w, s, n - first, w.received_row(j))) return false;
+    if (!receive_row(w, s, n - first, w.received_row(j), seen)) return false;
+    seen = {};
     lay_out<kPlain>(w, w.received_row(j), s, w.m->begins[s] + n - first);
     n += w.workers;
     ++j;

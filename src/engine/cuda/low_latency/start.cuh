@@ -164,6 +164,13 @@ __device__ __forceinline__ bool have_started(const Common& c, uint32_t epoch) {
   for (int i = thread(); i < num_blocks(); i += num_threads()) all = has_started(c, i, epoch) && all;
   return all;
 }
+/// The same with some patience: true as soon as they have. `seen`: what started[thread()] was when it was asked for last.
+__device__ __forceinline__ bool have_started_soon(const Common& c, uint32_t epoch, uint32_t seen) {
+  bool all = thread() >= num_blocks() || (seen == epoch && num_blocks() <= num_threads());
+#pragma unroll 1
+  for (int looks = 0; !all && looks < 16; ++looks) all = have_started(c, epoch);
+  return all;
+}
 /// For a block: calls `send(b)` for itself and then for those that have not started. It may say what have_started() said some time
 /// after its start, so that the answer needs not be waited for. `meanwhile()` asks for what comes next. One loop, so that the code of
 /// sending is there once.
