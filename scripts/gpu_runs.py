@@ -41,7 +41,7 @@ SETTINGS = {
     "cuda_bad_input_test": {"shards": 2},
     # These take whole GPUs, share one between processes, or measure time.
     "cuda_graphs_test": {"alone": True},
-    "cuda_lifecycle_test": {"alone": True},
+    "cuda_lifecycle_test": {"alone": True, "also": [Run("cuda_host", {"TURNOUT_DEVICE_TRANSPORT": "cuda_host"}, ["--gtest_filter=*Suspend*"])]},
     "cuda_litmus_test": {"alone": True},
     "cuda_mps_test": {"alone": True},
     "cuda_nccl_order_test": {"alone": True},
@@ -59,7 +59,8 @@ TAKES = [
     ("cuda_engine_contract_test.no_sm90.*", 5), ("cuda_engine_contract_test.*check*", 12), ("cuda_engine_contract_test*", 13),
     ("cuda_low_latency_test*two_gpus", 16), ("cuda_low_latency_test*", 10), ("cuda_waits_test*", 7), ("cuda_command_test", 38),
     ("cuda_window_process_test*", 34), ("cuda_bad_input_test*", 18), ("cuda_window_test*", 12), ("soak.processes", 28), ("soak.two_gpus", 16),
-    ("soak.*", 9), ("cuda_process_test", 28), ("cuda_process_test.*", 6), ("cuda_nccl_order_test", 10), ("*", 8)]
+    ("soak.*", 9), ("cuda_process_test", 28), ("cuda_process_test.*", 6), ("cuda_nccl_order_test", 10), ("cuda_lifecycle_test*", 5),
+    ("*", 8)]
 MOST_SECONDS = 330  # of all runs on two GPUs
 # Runs of these names are made under a tool of compute-sanitizer, where that is, as `own` ones.
 SANITIZED = {"memcheck": "memcheck", "racecheck": "racecheck", "racecheck_bulk": "racecheck", "memcheck_processes": "memcheck"}

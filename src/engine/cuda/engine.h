@@ -14,6 +14,7 @@
 #include "engine/cuda/args.h"
 #include "engine/cuda/memory.h"
 #include "engine/device_engine.h"
+#include "transport/device/range.h"
 #include "transport/device/resources.h"
 #include "transport/device_window.h"
 
@@ -21,13 +22,19 @@ namespace turnout::engine::cuda {
 
 /// Where the rows of leases are. Where arenas are memory of the host, each block of the region has a twin in this GPU's memory: peers write
 /// to the one, and rows are laid out in the other, since whoever works on them would else read them across PCIe, and more than once.
+/// REQUIRES, for suspend() and the destructor: as of a DeviceWindow.
 class LeaseMemory {
  public:
-  LeaseMemory(transport::DeviceWindow& window, const Arena& arena, std::shared_ptr<transport::device::MemoryPool> pool, cudaStream_t stream);
+  LeaseMemory(transport::DeviceWindow& window, const Arena& arena, int device, std::shared_ptr<transport::device::MemoryPool> pool,
+              cudaStream_t stream);
   ~LeaseMemory();
   LeaseMemory(const LeaseMemory&) = delete;
   LeaseMemory& operator=(const LeaseMemory&) = delete;
   bool are_apart() const { return apart_ != nullptr; }
+  /// Where they are apart: frees their memory and takes some again, at the same addresses; without VMM it is kept. Throws: TransportError, and
+  /// they stay suspended.
+  void suspend();
+  void resume();
   /// `offset`: in the arena.
   std::byte* at(size_t offset) const { return begin_ + (offset - first_); }
   /// Whether `address` is in the region's memory, and then where in the arena.
@@ -37,9 +44,11 @@ class LeaseMemory {
   }
 
  private:
-  size_t first_, num_bytes_;
-  std::byte* apart_ = nullptr;
+  size_t first_, num_bytes_, range_bytes_ = 0;
+  int device_;
   std::byte* begin_;
+  std::byte* apart_ = nullptr;
+  std::unique_ptr<transport::device::Range> range_;  ///< of what is apart; none without VMM
   std::shared_ptr<transport::device::MemoryPool> pool_;
   cudaStream_t stream_;
 };
@@ -53,20 +62,20 @@ struct Shared {
         device(device_),
         stream(transport::device::side_stream(device_)),
         pool(std::make_shared<transport::device::MemoryPool>(device_)),
+        leases(*window, arena, device_, pool, stream),
         region(device_, arena.receive, arena.receive_bytes),
         results(device_, allocator, stream, pool, alone),
-        own(device_, nullptr, stream, pool, alone),
-        leases(*window, arena, pool, stream) {}
+        own(device_, nullptr, stream, pool, alone) {}
   bool through_host() const { return leases.are_apart(); }
   std::unique_ptr<transport::DeviceWindow> window;
   const Arena arena;
   const int device;
   const cudaStream_t stream;  ///< of allocations and of words that the host writes: short work that waits for nobody
   const std::shared_ptr<transport::device::MemoryPool> pool;
+  LeaseMemory leases;  ///< goes, as the window does, when `results` has waited for its users
   Region region;
   Memory results;  ///< from the caller's Allocator, if there is one
   Memory own;      ///< handles
-  const LeaseMemory leases;
 };
 
 /// A lease or an allocation, given back in order of the stream of its call when the last reference dies.
