@@ -82,8 +82,8 @@ struct Shared {
 class Hold {
  public:
   Hold(std::shared_ptr<Shared> shared, const Lease& lease) : shared_(std::move(shared)), lease_(lease), is_lease_(true) {}
-  Hold(std::shared_ptr<Shared> shared, Memory& memory, size_t num_bytes, cudaStream_t stream)
-      : shared_(std::move(shared)), memory_(&memory), piece_(memory.take(num_bytes, stream)) {}
+  Hold(std::shared_ptr<Shared> shared, Memory& memory, size_t num_bytes, OnStream on)
+      : shared_(std::move(shared)), memory_(&memory), piece_(memory.take(num_bytes, on)) {}
   Hold(const Hold&) = delete;
   Hold& operator=(const Hold&) = delete;
   ~Hold() {
@@ -182,15 +182,14 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
   /// `num_calls_ago`: how many calls of the lane were issued since.
   Common common(int lane, const CallFacts& facts, int num_calls_ago, bool last_of_send) const;
   int blocks(int wanted) const;
-  std::shared_ptr<RoutingMemory> new_routing(const turnout::DispatchArgs& args, cudaStream_t stream) const;
-  void add_receive_side(RoutingMemory& r, int64_t block_rows, int64_t result_rows, int num_topk, bool has_weights, Layout layout,
-                        cudaStream_t stream) const;
+  std::shared_ptr<RoutingMemory> new_routing(const turnout::DispatchArgs& args, OnStream on) const;
+  void add_receive_side(RoutingMemory& r, int64_t block_rows, int64_t result_rows, int num_topk, bool has_weights, Layout layout, OnStream on) const;
   DispatchArgs dispatch_args(const turnout::DispatchArgs& args, const CallFacts& facts, const RoutingFacts& routing) const;
   bool is_low_latency(const DispatchArgs& a) const;
   bool is_low_latency(const CombineArgs& a) const;
   void dispatch_low_latency(const turnout::DispatchArgs& args, PendingCall& call, std::shared_ptr<const RoutingMemory> cached, bool counts_arrivals);
   void combine_low_latency(const turnout::CombineArgs& args, PendingCall& call);
-  void place_sums(const turnout::CombineArgs& args, CombineArgs& a, std::shared_ptr<Hold>* result, cudaStream_t stream) const;
+  void place_sums(const turnout::CombineArgs& args, CombineArgs& a, std::shared_ptr<Hold>* result, OnStream on) const;
   void read(void* to, const void* from, size_t num_bytes, std::string_view what);
   const volatile int64_t* wait_for_words(cudaStream_t stream);
   void wait_for_counts(DispatchArgs& a, RoutingMemory& r, cudaStream_t stream);
@@ -204,8 +203,8 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
   int64_t num_rounds(const DispatchArgs& a, const RoutingMemory& r, const volatile int64_t* rooms) const;
   void prepare_rounds(LaneState& lane, cudaStream_t stream);
   void issue_rounds(PendingCall& call, int move_blocks);
-  void place_block(DispatchArgs& a, std::shared_ptr<Hold>* block, cudaStream_t stream) const;
-  void place_result(const turnout::DispatchArgs& args, DispatchArgs& a, std::shared_ptr<Hold>* result, cudaStream_t stream) const;
+  void place_block(DispatchArgs& a, std::shared_ptr<Hold>* block, OnStream on) const;
+  void place_result(const turnout::DispatchArgs& args, DispatchArgs& a, std::shared_ptr<Hold>* result, OnStream on) const;
   [[noreturn]] void throw_record();
   void watch_peers();
   void note_stream(cudaStream_t stream);
