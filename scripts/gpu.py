@@ -13,86 +13,29 @@ A machine with GPUs often has neither git nor GoogleTest. So programs are packed
 the driver. A record takes its trees from the pack; a dirty tree is not packed, or with --try without trees, which makes no record.
 """
 import argparse
+import fnmatch
 import importlib.util
 import json
 import os
 import pathlib
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-import typing
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import count_tests  # noqa: E402
+from gpu_runs import (ALONE, AT_ONCE, LIGHT, MOST_SECONDS, NO_SM90, ON_ONE, OWN_ON_ALL, OWN_ON_ONE, SANITIZED, SANITIZED_SECONDS, SANITIZER,  # noqa: E402
+                      SETTINGS, STARTS, TAKES, TOLD, Run, takes)
 
 CUDA_TREES = ["include", "src/core", "src/util", "src/transport", "src/engine", "src/api"]
 PROGRAMS = ["tests/cuda/*_test", "bench/cuda/gpu_bench", "tools/turnout", "tests/engine/soak"]
 LIBRARIES = ["src/api/libturnout_cuda.so", "src/api/libturnout.so.*"]  # tests of packages leave older copies elsewhere
 
-class Run(typing.NamedTuple):
-    """A run of a program beside its plain one."""
-    suffix: str
-    env: dict = {}
-    arguments: list = []
-    shards: int = 1
-
-
-SMALL = "--gtest_filter=*SmallCalls*/1_ranks*"
-NO_SM90 = {"TURNOUT_CUDA_LIBRARY": "no_sm90"}
-IPC = {"TURNOUT_DEVICE_MEMORY": "ipc"}
-# Of free memory of a whole GPU: what the driver has left is compared with what it had, or all of it is taken.
-MEMORY = "*SuspendFreesMemory*:*FiftyCyclesLeakNothing*:*CannotBeResumedYet*"
-
-# How a program is run, if not once, beside others, for at most two minutes (`seconds`). `shards`: parts of a GoogleTest program that may
-# run side by side. `split`: its cases with "_on_2" in their names run on two GPUs, in one part, the others on one. `own`: at most one other
-# program is on its GPUs, as its kernels wait for each other and a GPU gives programs turns. `alone`: nothing runs beside it, on any GPU. `also`: further
-# runs; `run` False: only those.
-SETTINGS = {
-    "cuda_engine_contract_test": {"shards": 6, "split": True, "own": True, "seconds": 240, "also": [
-        Run("no_sm90", NO_SM90, ["--gtest_filter=*EqualsTheOracle/*"], 2),
-        Run("cuda_host", {"TURNOUT_DEVICE_TRANSPORT": "cuda_host"}, ["--gtest_filter=*EqualsTheOracle/2_ranks*:*SmallCalls*/2_ranks*"]),
-        # One rank: these tools run one kernel of a process at a time, and kernels of several ranks wait for each other.
-        Run("memcheck", {}, [SMALL]),
-        Run("racecheck", NO_SM90, [SMALL]),
-        Run("racecheck_bulk", {}, [SMALL])]},
-    "cuda_low_latency_test": {"shards": 2, "split": True, "own": True, "also": [Run("no_sm90", NO_SM90, [], 2)]},
-    "cuda_waits_test": {"split": True, "own": True},
-    "cuda_command_test": {"seconds": 240},
-    "cuda_window_test": {"run": False, "also": [
-        Run("memory", {}, [f"--gtest_filter={MEMORY}"]),
-        Run("rest", {}, [f"--gtest_filter=-{MEMORY}"]),
-        Run("ipc_memory", IPC, [f"--gtest_filter={MEMORY}"]),
-        Run("ipc", IPC, [f"--gtest_filter=-{MEMORY}"])]},
-    "cuda_window_process_test": {"seconds": 180, "also": [Run("ipc", IPC)]},
-    "cuda_bad_input_test": {"shards": 2},
-    # These take whole GPUs, share one between processes, or measure time.
-    "cuda_graphs_test": {"alone": True},
-    "cuda_lifecycle_test": {"alone": True},
-    "cuda_litmus_test": {"alone": True},
-    "cuda_mps_test": {"alone": True},
-    "cuda_nccl_order_test": {"alone": True},
-    "cuda_process_test": {"alone": True, "also": [Run("memcheck_processes", {}, ["--gtest_filter=*SmallCalls*/2_ranks_on_2"])]},
-    "cuda_streams_test": {"alone": True},
-    "soak": {"run": False, "own": True, "also": [
-        *(Run(f"threads.{seed}", {}, ["--device", "cuda", "--steps", "500", "--seed", str(seed)]) for seed in (1, 21, 41)),
-        *(Run(f"two_gpus.{seed}", {}, ["--device", "cuda", "--gpus", "2", "--steps", "500", "--seed", str(seed)]) for seed in (100, 120)),
-        *(Run(f"processes.{seed}", {}, ["--device", "cuda", "--gpus", "2", "--ranks", "2", "--transport", "shm", "--steps", "500",
-                                        "--seed", str(seed)]) for seed in (200, 220))]},
-}
-# Runs of these names are made under a tool of compute-sanitizer, where that is, as `own` ones.
-SANITIZED = {"memcheck": "memcheck", "racecheck": "racecheck", "racecheck_bulk": "racecheck", "memcheck_processes": "memcheck"}
-SANITIZER = ["compute-sanitizer", "--error-exitcode", "9", "--target-processes", "all", "--tool"]
-SANITIZED_SECONDS = 90
-# What these say is told and counts as neither passed nor failed. racecheck follows barriers of cuda::barrier, as its release notes say, and
-# takes each wait of ours, which is PTX on the barrier of a bulk copy, for none; processes under memcheck are an attempt.
-TOLD = ["racecheck_bulk", "memcheck_processes"]
-ALONE = ["memory", "ipc_memory"]
-ON_ONE = ["threads", "memcheck", "racecheck", "racecheck_bulk"]
-AT_ONCE = 3  # programs on a GPU at a time: they wait for the host more than for the GPU, but their kernels take turns on it
 
 def git(*words):
     return subprocess.run(["git", "-c", "safe.directory=*", *words], check=True, capture_output=True, text=True).stdout
@@ -239,7 +182,8 @@ def jobs_of(folder, part, total, wanted):
                 continue
             if tool and not shutil.which(SANITIZER[0]):
                 continue
-            weight = AT_ONCE - 1 if setting.get("own") or tool else 1
+            own = tool or (setting.get("own") and run.suffix not in STARTS)
+            weight = OWN_ON_ONE if own and on_one else OWN_ON_ALL if own else LIGHT
             alone = (setting.get("alone", False) and not tool) or run.suffix in ALONE
             seconds = SANITIZED_SECONDS if tool else setting.get("seconds", 120)
             for shard in range(run.shards):
@@ -248,49 +192,77 @@ def jobs_of(folder, part, total, wanted):
                 words = [*([*SANITIZER, tool] if tool else []), str(program), *run.arguments]
                 jobs.append(Job(name, words, {**run.env, **split}, seconds, 1 if on_one else 0, weight, alone, run.suffix in TOLD))
     jobs = [job for job in jobs if wanted in job.name]
-    # First what wants room, of which there is most now; then what may take long.
-    return sorted(jobs[part - 1 :: total], key=lambda job: (-job.weight, job.gpus, -job.seconds))
+    # First what wants room, of which there is most now; then what takes long.
+    return sorted(jobs[part - 1 :: total], key=lambda job: (-job.weight, job.gpus, -takes(job.name)))
+
+
+class Queue:
+    """Jobs that wait, and what runs on each GPU."""
+
+    def __init__(self, jobs, at_once, num_gpus):
+        self.waiting, self.at_once, self.load = list(jobs), at_once, [0] * max(num_gpus, 1)
+
+    def take(self):
+        """The first job that fits, its GPUs, and what it weighs there."""
+        for job in self.waiting:
+            weight = min(job.weight, self.at_once)
+            free = [gpu for gpu in sorted(range(len(self.load)), key=self.load.__getitem__) if self.load[gpu] + weight <= self.at_once]
+            mine = free[:1] if job.gpus == 1 else free if len(free) == len(self.load) else []
+            if mine:
+                self.waiting.remove(job)
+                self.add(mine, weight)
+                return job, mine, weight
+        return None, [], 0
+
+    def add(self, mine, weight):
+        for gpu in mine:
+            self.load[gpu] += weight
+
+
+def rounds_of(jobs):
+    """(jobs, what may be on a GPU at a time): first those that may have company."""
+    return [([job for job in jobs if not job.alone], AT_ONCE), ([job for job in jobs if job.alone], 1)]
+
+
+def expected_seconds(jobs, num_gpus):
+    """How long run_jobs() is at them, by what is known of each."""
+    now = 0
+    for part, at_once in rounds_of(jobs):
+        queue, running = Queue(part, at_once, num_gpus), []
+        while queue.waiting or running:
+            job, mine, weight = queue.take()
+            if job:
+                running.append((now + takes(job.name), mine, weight))
+                continue
+            now, mine, weight = running.pop(running.index(min(running, key=lambda each: each[0])))
+            queue.add(mine, -weight)
+    return now
 
 
 def run_jobs(jobs, folder, logs, at_once, num_gpus=1):
     """All of them, `at_once` on a GPU side by side; a line for each as it ends."""
-    waiting, changed = list(jobs), threading.Condition()
-    load = [0] * max(num_gpus, 1)
-
-    def take():
-        """The first job that fits, and its GPUs."""
-        for job in waiting:
-            weight = min(job.weight, at_once)
-            free = [gpu for gpu in sorted(range(len(load)), key=load.__getitem__) if load[gpu] + weight <= at_once]
-            mine = free[:1] if job.gpus == 1 else free if len(free) == len(load) else []
-            if mine:
-                waiting.remove(job)
-                return job, mine, weight
-        return None, [], 0
+    queue, changed = Queue(jobs, at_once, num_gpus), threading.Condition()
 
     def work():
         while True:
             with changed:
-                job, mine, weight = take()
-                while waiting and not job:
+                job, mine, weight = queue.take()
+                while queue.waiting and not job:
                     changed.wait()
-                    job, mine, weight = take()
+                    job, mine, weight = queue.take()
                 if not job:
                     return
-                for gpu in mine:
-                    load[gpu] += weight
-            if len(mine) < len(load):
+            if len(mine) < len(queue.load):
                 job.env = {**job.env, "CUDA_VISIBLE_DEVICES": str(mine[0])}
             job.run(folder, logs)
             with changed:
-                for gpu in mine:
-                    load[gpu] -= weight
+                queue.add(mine, -weight)
                 changed.notify_all()
                 print(job.line(), flush=True)
                 for name in job.failed:
                     print(f"  FAILED {name}", flush=True)
 
-    threads = [threading.Thread(target=work) for _ in range(at_once * len(load))]
+    threads = [threading.Thread(target=work) for _ in range(at_once * len(queue.load))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -329,14 +301,16 @@ def test(args):
     jobs = jobs_of(folder, part, total, args.filter)
     if not jobs:
         sys.exit(f"gpu.py: no test of {folder} has {args.filter!r} in its name")
-    print(f"{words or 'no GPU'}: {len(jobs)} runs, up to {AT_ONCE} at a time on a GPU")
+    print(f"{words or 'no GPU'}: {len(jobs)} runs, up to {AT_ONCE // LIGHT} at a time on a GPU")
     able = [job for job in jobs if asked_gpus(job.words) <= max(number, 1)]
     for job in jobs:
         if job not in able:
             job.skipped = 1
             print(f"{job.name}: skipped, it asks for {asked_gpus(job.words)} GPUs", flush=True)
-    run_jobs([job for job in able if not job.alone], folder, logs, AT_ONCE, number)
-    run_jobs([job for job in able if job.alone], folder, logs, 1, number)
+    start = time.monotonic()
+    for part_of, at_once in rounds_of(able):
+        run_jobs(part_of, folder, logs, at_once, number)
+    print(f"{time.monotonic() - start:.0f} s in all, {expected_seconds(able, number)} s expected")
     passed, skipped = sum(j.passed for j in jobs), sum(j.skipped for j in jobs)
     failed = [f"{j.name}: {name}" for j in jobs for name in j.failed]
     for job in jobs:
@@ -408,8 +382,29 @@ def fresh(files):
     return 1
 
 
+def self_test_of_all():
+    """All runs of a whole pack: each has its GPUs, and on two of them they are done in time."""
+    with tempfile.TemporaryDirectory() as out:
+        folder = pathlib.Path(out)
+        sources = (pathlib.Path(__file__).resolve().parent.parent / "tests/cuda/CMakeLists.txt").read_text()
+        programs = sorted(set(re.findall(r"NAME (cuda_\w+_test)", sources)))
+        for name in [*programs, "soak", "libturnout_cuda_no_sm90.so", SANITIZER[0]]:
+            (folder / name).touch(0o755)
+        path = os.environ["PATH"]
+        os.environ["PATH"] = f"{out}:{path}"
+        jobs = jobs_of(folder, 1, 1, "")
+        os.environ["PATH"] = path
+    assert set(SETTINGS) - set(programs) == {"soak"}, programs
+    used = {next(pattern for pattern, _ in TAKES if fnmatch.fnmatch(job.name, pattern)) for job in jobs}
+    assert used == {pattern for pattern, _ in TAKES}, used
+    seconds = {num_gpus: expected_seconds(jobs, num_gpus) for num_gpus in (1, 2)}
+    print(f"gpu.py: {len(jobs)} runs, {seconds[2]} s expected on two GPUs, {seconds[1]} s on one that had them all")
+    assert seconds[2] <= MOST_SECONDS, seconds
+
+
 def self_test():
     """What a run makes of programs that pass, fail, hang and are missing their report."""
+    self_test_of_all()
     with tempfile.TemporaryDirectory() as out:
         folder = pathlib.Path(out)
         good = '#!/bin/sh\necho "<testsuites><testcase name=\\"a\\" status=\\"run\\"/></testsuites>" > "${GTEST_OUTPUT#xml:}"\n'

@@ -47,7 +47,7 @@ std::vector<Shape> shapes() {
   Shape back = big;
   back.combine = true;
   add(back, "combine bf16 rank_major 4096");
-  for (int n : {8, 16, 24, 32, 64, 132}) {
+  for (int n : {8, 16, 24, 32, 40, 48, 64, 96, 132}) {
     back.num_sms = n;
     add(back, "combine bf16 rank_major 4096 on " + std::to_string(n) + " SMs");
   }

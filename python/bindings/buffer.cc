@@ -159,24 +159,26 @@ void read_or_refuse(Call<Args>& call, const BufferHolder& self, Buffer& buffer, 
   }
 }
 
-/// The allocator of torch must not give memory of an input to others before a stream that is not torch's current one has read it.
+/// The allocator of torch must not give memory of an array to others before a stream that is not torch's current one has done the call. It
+/// is told before the call is made: one that fails may have been read from, too.
 template <class Args>
-void keep_for_stream(const Call<Args>& call, const BufferHolder& self, nb::handle stream, std::initializer_list<nb::handle> inputs) {
-  if (self.device.kind != DeviceKind::cuda || stream.is_none() || call.context.framework != Framework::torch) return;
+void keep_for_stream(const Call<Args>& call, const BufferHolder& self, nb::handle stream, std::initializer_list<nb::handle> arrays) {
+  if (self.device.kind != DeviceKind::cuda || stream.is_none()) return;
   nb::list tensors;
-  const auto add = [&](nb::handle input) {
-    if (framework_of(input) == Framework::torch) tensors.append(input);
+  const auto add = [&](nb::handle array) {
+    if (framework_of(array) == Framework::torch) tensors.append(array);
   };
-  for (const nb::handle input : inputs) {
-    if (!PyTuple_Check(input.ptr()) && !PyList_Check(input.ptr())) add(input);
+  for (const nb::handle array : arrays) {
+    if (!PyTuple_Check(array.ptr()) && !PyList_Check(array.ptr())) add(array);
     else
-      for (const nb::handle side : input) add(side);
+      for (const nb::handle side : array) add(side);
   }
+  if (nb::len(tensors) == 0) return;
   nb::module_::import_("turnout._streams").attr("keep")(tensors, reinterpret_cast<uintptr_t>(call.context.stream), self.device.index);
 }
 
 template <class Holder, class Args, class Given>
-Holder run_call(BufferHolder& self, const Given& given, std::initializer_list<nb::handle> inputs) {
+Holder run_call(BufferHolder& self, const Given& given, std::initializer_list<nb::handle> arrays) {
   const std::shared_ptr<Buffer> buffer = self.buffer.get();
   Call<Args> call{{}, {}, nb::steal<nb::list>(nb::handle()), false};
   read_or_refuse(call, self, *buffer, given);
@@ -186,13 +188,13 @@ Holder run_call(BufferHolder& self, const Given& given, std::initializer_list<nb
     const AllocatingFor stream(call.context.stream);
     return run(*buffer, call.args);
   };
+  keep_for_stream(call, self, given.stream, arrays);
   auto result = unlocked_run();
-  keep_for_stream(call, self, given.stream, inputs);
   return Holder(std::move(result), std::move(call.context));
 }
 
 template <class Holder, class Args, class Given>
-Holder issue_call(BufferHolder& self, const Given& given, std::initializer_list<nb::handle> inputs) {
+Holder issue_call(BufferHolder& self, const Given& given, std::initializer_list<nb::handle> arrays) {
   const std::shared_ptr<Buffer> buffer = self.buffer.get();
   Call<Args> call{{}, {}, nb::steal<nb::list>(nb::handle()), true};
   read_or_refuse(call, self, *buffer, given);
@@ -202,8 +204,8 @@ Holder issue_call(BufferHolder& self, const Given& given, std::initializer_list<
     const AllocatingFor stream(call.context.stream);
     return issue(*buffer, call.args);
   };
+  keep_for_stream(call, self, given.stream, arrays);
   auto pending = unlocked_issue();
-  keep_for_stream(call, self, given.stream, inputs);
   return Holder(std::move(pending), std::move(call.context), std::move(call.keep));
 }
 
@@ -278,12 +280,12 @@ Holder with_dispatch(BufferHolder& self, H x, H topk_idx, H topk_weights, H side
                      H quantize, H result, H out, H receive, H num_sms, H on_failure, H lane, H stream) {
   const DispatchGiven given{x,        topk_idx, topk_weights, side,    handle,  mode,       layout, capacity, expert_alignment,
                             quantize, result,   out,          receive, num_sms, on_failure, lane,   stream};
-  return call(self, given, {x, topk_idx, topk_weights, side});
+  return call(self, given, {x, topk_idx, topk_weights, side, out});
 }
 
 template <auto call, class Holder>
 Holder with_combine(BufferHolder& self, H y, H handle, H apply, H weights, H side, H wire, H out, H mode, H num_sms, H on_failure, H lane, H stream) {
-  return call(self, CombineGiven{y, handle, apply, weights, side, wire, out, mode, num_sms, on_failure, lane, stream}, {y, weights, side});
+  return call(self, CombineGiven{y, handle, apply, weights, side, wire, out, mode, num_sms, on_failure, lane, stream}, {y, weights, side, out});
 }
 
 /// A method whose `n` arguments are all given, by position, and may be None.

@@ -14,58 +14,59 @@ using namespace std::chrono_literals;
 class CudaProcesses : public GpuTest {};
 
 TEST_P(CudaProcesses, EqualTheOracle) {
-  int num_problems = 0;
   const auto start = Clock::now();
   // Processes of one GPU take turns on it: few problems there.
   const uint64_t last = num_ranks() > GetParam().num_gpus ? 4 : 16;
   const Placement placement = GetParam();
-  for (Mode mode : {Mode::throughput, Mode::low_latency}) {
-    RandomLimits limits;
-    limits.num_ranks = num_ranks();
-    limits.several_nodes = false;
-    std::deque<Expected> all;
-    for (uint64_t seed = 1; seed <= last; ++seed) all.emplace_back(seed + 1, random_problem(seed, limits));
-    Family family(num_ranks(), as_rank(num_ranks(), [&](Communicator& comm) {
-                    for (size_t i = 0; i < all.size(); ++i) {
-                      SCOPED_TRACE("seed " + std::to_string(i + 1) + " " + std::string(name(mode)) + " rank " + std::to_string(comm.rank()));
-                      RunChoices run;
-                      run.mode = mode;
-                      run.receive_bytes = size_t{64} << 20;
-                      run.timeout = 8s;
-                      run.async = i % 3 == 1;
-                      run.repeats = i % 3 == 2 ? 3 : 1;
-                      run.y_in_lease = i % 2 == 0;
-                      run.place = [&](int rank) { return placement.place_of(rank); };
-                      play_rank(comm, all[i], run);
-                      if (::testing::Test::HasFailure()) return;
-                    }
-                  }));
-    family.expect_success();
-    num_problems += static_cast<int>(all.size());
-  }
-  saw("%d problems over processes, %s, %.1f s", num_problems, name(placement).c_str(), std::chrono::duration<double>(Clock::now() - start).count());
+  RandomLimits limits;
+  limits.num_ranks = num_ranks();
+  limits.several_nodes = false;
+  std::deque<Expected> all;
+  for (uint64_t seed = 1; seed <= last; ++seed) all.emplace_back(seed + 1, random_problem(seed, limits));
+  Family family(num_ranks(), as_rank(num_ranks(), [&](Communicator& comm) {
+                  for (size_t i = 0; i < 2 * all.size(); ++i) {
+                    const size_t at = i % all.size();
+                    RunChoices run;
+                    run.mode = i < all.size() ? Mode::throughput : Mode::low_latency;
+                    SCOPED_TRACE("seed " + std::to_string(at + 1) + " " + std::string(name(run.mode)) + " rank " + std::to_string(comm.rank()));
+                    run.receive_bytes = size_t{64} << 20;
+                    run.timeout = 8s;
+                    run.async = at % 3 == 1;
+                    run.repeats = at % 3 == 2 ? 3 : 1;
+                    run.y_in_lease = at % 2 == 0;
+                    run.place = [&](int rank) { return placement.place_of(rank); };
+                    play_rank(comm, all[at], run);
+                    if (::testing::Test::HasFailure()) return;
+                  }
+                }));
+  family.expect_success();
+  saw("%d problems over processes, %s, %.1f s", static_cast<int>(2 * all.size()), name(placement).c_str(),
+      std::chrono::duration<double>(Clock::now() - start).count());
 }
 
 /// Replays with torch's default way of capturing, which forbids much to the whole process meanwhile.
 TEST_P(CudaProcesses, GraphsAreReplayedWithOtherRoutings) {
   const Placement placement = GetParam();
   const int num_replays = placement.num_ranks > placement.num_gpus ? 2 : 8;
-  for (Mode mode : {Mode::throughput, Mode::low_latency}) {
-    const ReplayShape shape{Layout::expert_major, mode, Quantize::fp8_e4m3, 24};
-    const Routings routings(21, num_ranks(), shape, 3);
-    Family family(num_ranks(), as_rank(num_ranks(), [&](Communicator& comm) {
-                    const auto place = placement.place_of(comm.rank());
-                    Buffer buffer(comm, config_for({&routings}, {}, place->device()));
-                    CapturedCalls calls(buffer, routings, shape, *place, cudaStreamCaptureModeGlobal, Receive::resident);
-                    for (int i = 0; i < num_replays; ++i) {
-                      calls.replay(static_cast<size_t>(i) % 3);
-                      place->finish();
-                      buffer.check();
-                      calls.expect(static_cast<size_t>(i) % 3);
-                    }
-                  }));
-    family.expect_success();
-  }
+  const auto play = [&](Communicator& comm, const Routings& routings, const ReplayShape& shape) {
+    const auto place = placement.place_of(comm.rank());
+    Buffer buffer(comm, config_for({&routings}, {}, place->device()));
+    CapturedCalls calls(buffer, routings, shape, *place, cudaStreamCaptureModeGlobal, Receive::resident);
+    for (int i = 0; i < num_replays; ++i) {
+      calls.replay(static_cast<size_t>(i) % 3);
+      place->finish();
+      buffer.check();
+      calls.expect(static_cast<size_t>(i) % 3);
+    }
+  };
+  const ReplayShape shape{Layout::expert_major, Mode::throughput, Quantize::fp8_e4m3, 24};
+  const ReplayShape quick{Layout::expert_major, Mode::low_latency, Quantize::fp8_e4m3, 24};
+  const Routings routings(21, num_ranks(), shape, 3), quick_routings(21, num_ranks(), quick, 3);
+  Family family(num_ranks(), as_rank(num_ranks(), [&](Communicator& comm) {
+                  play(comm, routings, shape);
+                  play(comm, quick_routings, quick);
+                }));
+  family.expect_success();
 }
 
 struct Times {

@@ -266,13 +266,18 @@ inline CommunicatorOptions options_of(const RandomProblem& p, const RunChoices& 
   return options;
 }
 
+/// The problem of a seed.
+inline std::unique_ptr<const Expected> expected_of(uint64_t seed, const RandomLimits& limits) {
+  return std::make_unique<const Expected>(seed + 1, random_problem(seed, limits));
+}
+
 /// Runs a problem on virtual ranks.
-inline void expect_matches_reference(uint64_t seed, const RandomLimits& limits, const RunChoices& run) {
-  const Expected e(seed + 1, random_problem(seed, limits));
+inline void expect_matches_reference(uint64_t seed, const Expected& e, const RunChoices& run) {
+  const int num_ranks = static_cast<int>(e.p.dispatch.ranks.size());
   run_virtual_ranks(
-      limits.num_ranks,
+      num_ranks,
       [&](Communicator& comm) {
-        const std::string who = "seed " + std::to_string(seed) + " rank " + std::to_string(comm.rank()) + " of " + std::to_string(limits.num_ranks);
+        const std::string who = "seed " + std::to_string(seed) + " rank " + std::to_string(comm.rank()) + " of " + std::to_string(num_ranks);
         SCOPED_TRACE(who);
         try {
           play_rank(comm, e, run);
@@ -282,6 +287,9 @@ inline void expect_matches_reference(uint64_t seed, const RandomLimits& limits, 
         }
       },
       options_of(e.p, run));
+}
+inline void expect_matches_reference(uint64_t seed, const RandomLimits& limits, const RunChoices& run) {
+  expect_matches_reference(seed, *expected_of(seed, limits), run);
 }
 
 }  // namespace turnout::testing

@@ -61,22 +61,8 @@ Tally play_rank(const Session& s, Communicator& comm) {
   return all;
 }
 
-/// What the session did on all of its ranks. Throws what went wrong first.
-Tally run_session(const Session& s) {
-  Tally all;
-  if (s.processes) {
-    all = run_processes(s, play_rank);
-  } else {
-    std::mutex mutex;
-    run_virtual_ranks(
-        s.num_ranks,
-        [&](Communicator& comm) {
-          const Tally mine = play_rank(s, comm);
-          std::lock_guard lock(mutex);
-          add_to(all, mine);
-        },
-        s.options);
-  }
+/// Counts what kind of session it was.
+void tell_kind(const Session& s, Tally& all) {
   const auto session = [&](const std::string& what) { ++all["sessions " + what]; };
   session("of " + std::to_string(s.num_ranks) + " ranks");
   session(s.processes ? "over shm of processes" : "over " + s.options.transport + " of threads");
@@ -86,6 +72,27 @@ Tally run_session(const Session& s) {
   if (s.config.max_outstanding > 1) session("with several outstanding calls");
   if (s.num_buffers > 1) session("with two Buffers");
   if (s.config.num_threads > 1) session("with several threads per rank");
+}
+
+/// What the session did on all of its ranks, which are threads. Throws what went wrong first.
+Tally run_session(const Session& s) {
+  Tally all;
+  std::mutex mutex;
+  run_virtual_ranks(
+      s.num_ranks,
+      [&](Communicator& comm) {
+        const Tally mine = play_rank(s, comm);
+        std::lock_guard lock(mutex);
+        add_to(all, mine);
+      },
+      s.options);
+  return all;
+}
+
+/// What sessions did that start together. Throws what went wrong first.
+Tally run_sessions(std::span<const Session> sessions) {
+  Tally all = sessions.front().processes ? run_processes(sessions, play_rank) : run_session(sessions.front());
+  for (const Session& s : sessions) tell_kind(s, all);
   return all;
 }
 
@@ -178,6 +185,25 @@ int finish(const tools::Report& record, const Options& options, const Tally& tal
   return num_failed ? 1 : 0;
 }
 
+/// A session on GPUs is told of before it starts: a kernel that waits for ever cannot be stopped from outside.
+void announce(const Session& s) {
+  if (s.num_gpus == 0) return;
+  std::printf("session of seed %llu: %d ranks on %d GPUs, %s, %d steps\n", static_cast<unsigned long long>(s.seed), s.num_ranks, s.num_gpus,
+              s.processes ? "processes" : "threads", s.num_steps);
+  std::fflush(stdout);
+  alarm(60);
+}
+
+/// `s` is the first session of those that started with the one that failed.
+void tell_failure(const Session& s, const SoakChoices& c, const char* what) {
+  const auto seed = static_cast<unsigned long long>(s.seed);
+  const std::string ranks = c.num_ranks > 0 ? " --ranks " + std::to_string(c.num_ranks) : "";
+  const std::string transport = c.transport.empty() ? "" : " --transport " + c.transport;
+  const std::string gpus = c.num_gpus > 0 ? " --device cuda --gpus " + std::to_string(c.num_gpus) : "";
+  std::printf("FAILED session of seed %llu (%d ranks, %s%s): %s\nagain with: soak --seconds 1 --seed %llu%s\n", seed, s.num_ranks,
+              s.options.transport.c_str(), s.processes ? ", processes" : "", what, seed, (ranks + transport + gpus).c_str());
+}
+
 int soak(const Options& options) {
   using Clock = std::chrono::steady_clock;
   const auto start = Clock::now();
@@ -187,31 +213,26 @@ int soak(const Options& options) {
   int64_t num_sessions = 0, num_steps = 0;
   double reported = 0;
   const auto goes_on = [&] { return num_sessions == 0 || (options.steps > 0 ? num_steps < options.steps : seconds() < options.seconds); };
-  for (uint64_t seed = options.seed; goes_on(); ++seed, ++num_sessions) {
-    const Session s = random_session(seed, options.choices);
-    num_steps += s.num_steps;
-    if (s.num_gpus > 0) {
-      // A kernel that waits for ever cannot be stopped from outside.
-      std::printf("session of seed %llu: %d ranks on %d GPUs, %s, %d steps\n", static_cast<unsigned long long>(seed), s.num_ranks, s.num_gpus,
-                  s.processes ? "processes" : "threads", s.num_steps);
-      std::fflush(stdout);
-      alarm(60);
+  for (uint64_t seed = options.seed; goes_on();) {
+    std::vector<Session> sessions;
+    // Threads start at once.
+    const size_t most = options.choices.num_gpus > 0 && options.choices.transport == "shm" && options.choices.num_ranks > 0 ? 9 : 1;
+    for (int64_t steps = num_steps; sessions.size() < most && (sessions.empty() || options.steps == 0 || steps < options.steps); ++seed) {
+      sessions.push_back(random_session(seed, options.choices));
+      steps += sessions.back().num_steps;
+      announce(sessions.back());
     }
+    for (const Session& s : sessions) num_steps += s.num_steps;
     try {
-      add_to(tally, run_session(s));
+      add_to(tally, run_sessions(sessions));
     } catch (const std::exception& e) {
-      const SoakChoices& c = options.choices;
-      std::printf(
-          "FAILED session of seed %llu (%d ranks, %s%s): %s\nagain with: soak --seconds 1 --seed %llu%s%s\n", static_cast<unsigned long long>(seed),
-          s.num_ranks, s.options.transport.c_str(), s.processes ? ", processes" : "", e.what(), static_cast<unsigned long long>(seed),
-          c.num_ranks > 0 ? (" --ranks " + std::to_string(c.num_ranks)).c_str() : "",
-          ((c.transport.empty() ? "" : " --transport " + c.transport) + (c.num_gpus > 0 ? " --device cuda --gpus " + std::to_string(c.num_gpus) : ""))
-              .c_str());
+      tell_failure(sessions.front(), options.choices, e.what());
       return finish(record, options, tally, num_sessions, true);
     }
+    num_sessions += static_cast<int64_t>(sessions.size());
     if (seconds() - reported >= 10) {
       reported = seconds();
-      std::printf("%.0f s: %lld sessions, %lld results equal the oracle's\n", reported, static_cast<long long>(num_sessions + 1),
+      std::printf("%.0f s: %lld sessions, %lld results equal the oracle's\n", reported, static_cast<long long>(num_sessions),
                   static_cast<long long>(tally[Player::kCompared]));
       std::fflush(stdout);
     }

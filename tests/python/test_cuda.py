@@ -69,25 +69,40 @@ def test_calls_are_in_order_of_the_current_stream():
     assert torch.equal(doubled, (x + 1) * 2 * TOPK)
 
 
-def test_an_input_may_be_freed_before_the_stream_ran():
+@pytest.mark.parametrize("given", ["object", "integer"])
+@pytest.mark.parametrize("array", ["x", "out"])
+def test_an_array_may_be_freed_before_the_stream_ran(given, array):
     buffer = make(hidden=4096, dtype=torch.float32)
     x, idx, weights = problem(tokens=128, hidden=4096)
-    want = x * TOPK
-    for given in ("object", "integer"):
-        stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()
+
+    def free_early(cycles):
+        """Frees an array of a call on `stream`, which `cycles` keep from running. Whether what is made next takes its memory, and the sums."""
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(100_000_000)
-        y = x.clone()
+            torch.cuda._sleep(cycles)
+        y, out = x.clone(), torch.empty(EXPERTS, 128, 4096, device="cuda")
         stream.wait_stream(torch.cuda.current_stream())
-        got = buffer.dispatch(y, idx, weights, layout="expert_slab", capacity=128, stream=stream if given == "object" else stream.cuda_stream)
-        address = y.data_ptr()
-        del y
-        others = [torch.full_like(x, -1) for _ in range(4)]  # would take its memory
-        assert all(other.data_ptr() != address for other in others)
-        back = buffer.combine(got.x, got.handle, stream=stream)
+        native = stream if given == "object" else stream.cuda_stream
+        got = buffer.dispatch(y, idx, weights, layout="expert_slab", capacity=128, out=out if array == "out" else None, stream=native)
+        back = buffer.combine(got.x, got.handle, stream=native)
+        address, like = (y.data_ptr(), y.shape) if array == "x" else (out.data_ptr(), out.shape)
+        del y, out, got
+        others = [torch.full(like, -1.0, device="cuda") for _ in range(2)]
+        taken = any(other.data_ptr() == address for other in others)
+        early = not stream.query()
         torch.cuda.synchronize()
-        assert torch.equal(back.x, want)
+        return taken, early, back.x
+
+    free_early(0)  # loads what the calls need, which may take longer than any delay
+    taken, early, sums = free_early(1_000_000_000)
+    assert early, "the stream ran before the array was freed: this shows nothing"
+    assert not taken
+    assert torch.equal(sums, x * TOPK)
+    memory = torch.full_like(x, 1)  # that it would be taken
+    address = memory.data_ptr()
+    del memory
+    assert torch.full_like(x, 2).data_ptr() == address
 
 
 def test_what_is_wrong_is_told():

@@ -136,3 +136,22 @@ def test_jax_arrays():
     back = buffer.combine(got.x, got.handle)
     assert np.array_equal(np.asarray(back.x).astype(np.float32), x * (idx >= 0).any(1, keepdims=True))
     assert np.array_equal(np.asarray(jax.dlpack.from_dlpack(got.expert_counts)), np.asarray(got.expert_counts))
+
+
+def test_torchs_allocator_is_told_of_the_stream_that_was_given(monkeypatch):
+    from turnout import _streams
+
+    class Tensor:
+        def __init__(self):
+            self.readers = []
+
+        def record_stream(self, stream):
+            self.readers.append(stream)
+
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda stream, device: ("stream", stream, device))
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: ("default", device))
+    tensors = [Tensor(), Tensor()]
+    for stream in (0x7F00, 0, 1):  # 0 and 1 are the default stream
+        _streams.keep(tensors, stream, 3)
+    for tensor in tensors:
+        assert tensor.readers == [("stream", 0x7F00, 3), ("default", 3), ("default", 3)]

@@ -35,12 +35,12 @@ void shape_record(CombineArgs& a) {
 }  // namespace
 
 /// The result: rows, num_lost, scalars.
-void Engine::place_sums(const turnout::CombineArgs& args, CombineArgs& a, std::shared_ptr<Hold>* result, cudaStream_t stream) const {
+void Engine::place_sums(const turnout::CombineArgs& args, CombineArgs& a, std::shared_ptr<Hold>* result, OnStream on) const {
   const int64_t row_bytes = a.hidden * static_cast<int64_t>(size_of(a.dtype));
   a.out_stride = up(row_bytes, 16);
   const int64_t x_bytes = args.out.defined() ? 0 : up(a.num_tokens * a.out_stride, 128);
   const int64_t lost_bytes = up(a.num_tokens * 4, 128), side_bytes = a.has_side ? a.num_tokens * a.num_topk * 4 : 0;
-  *result = std::make_shared<Hold>(shared_, shared_->results, static_cast<size_t>(std::max<int64_t>(x_bytes + lost_bytes + side_bytes, 128)), stream);
+  *result = std::make_shared<Hold>(shared_, shared_->results, static_cast<size_t>(std::max<int64_t>(x_bytes + lost_bytes + side_bytes, 128)), on);
   std::byte* base = (*result)->data();
   a.out = base;
   if (args.out.defined()) {
@@ -89,7 +89,7 @@ std::unique_ptr<DevicePending> Engine::combine(const turnout::CombineArgs& args,
   // Room for what may come back: known for exact size, else each token from as many ranks as it can have gone to.
   const int64_t records = pending->routing->sent_total >= 0 ? pending->routing->sent_total : a.num_tokens * std::min(num_ranks_, a.num_topk);
   a.block_rows = records;
-  const std::optional<Lease> lease = shared_->region.take(static_cast<size_t>(records * a.record_bytes), stream);
+  const std::optional<Lease> lease = shared_->region.take(static_cast<size_t>(records * a.record_bytes), pending->on());
   if (!lease) {
     throw InvalidArgument("combine: partial sums need " + std::to_string(records * a.record_bytes) + " bytes of the receive region, which has " +
                           std::to_string(shared_->region.num_bytes()) + " bytes, " + std::to_string(shared_->region.largest_gap()) +
@@ -97,7 +97,7 @@ std::unique_ptr<DevicePending> Engine::combine(const turnout::CombineArgs& args,
   }
   pending->block = std::make_shared<Hold>(shared_, *lease);
   a.block = lease->block.offset;
-  place_sums(args, a, &pending->result, stream);
+  place_sums(args, a, &pending->result, pending->on());
 
   LaneState& lane = lanes_[static_cast<size_t>(args.lane)];
   const int sms = args.num_sms > 0 ? args.num_sms : a.common.through_host ? kHostCombineSms : num_sms_;
@@ -162,6 +162,8 @@ void PendingCall::join() {
   std::lock_guard lock(engine_->mutex_);
   if (generation != engine_->generation_) throw InvalidArgument("the call was lost in recover()");
   --engine_->lanes_[static_cast<size_t>(lane)].outstanding;
+  if (receives_now) return;  // nothing is asked of the driver
+  CurrentDevice current(engine_->device_);
   receive();
 }
 
@@ -181,7 +183,6 @@ void PendingCall::receive_on(cudaStream_t side) {
 }
 
 DeviceDispatch PendingCall::finish_dispatch() {
-  CurrentDevice current(engine_->device_);
   join();
   DispatchArgs& a = dispatch;
   DeviceDispatch out;
@@ -214,7 +215,6 @@ DeviceDispatch PendingCall::finish_dispatch() {
 }
 
 DeviceCombine PendingCall::finish_combine() {
-  CurrentDevice current(engine_->device_);
   join();
   CombineArgs& a = combine;
   DeviceCombine out;

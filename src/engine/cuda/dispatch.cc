@@ -65,14 +65,14 @@ size_t carve_receive_side(Routing& r, std::byte* base, int64_t block_rows, int64
 
 }  // namespace
 
-std::shared_ptr<RoutingMemory> Engine::new_routing(const turnout::DispatchArgs& args, cudaStream_t stream) const {
+std::shared_ptr<RoutingMemory> Engine::new_routing(const turnout::DispatchArgs& args, OnStream on) const {
   auto r = std::make_shared<RoutingMemory>();
   const int64_t tokens = args.x.shape[0];
   const auto topk = static_cast<int>(args.topk_idx.shape[1]);
   const bool weights = args.topk_weights.defined();
   const int local = num_local_[static_cast<size_t>(rank_)];
   const size_t bytes = carve_source_side(r->view, nullptr, tokens, topk, weights, num_ranks_, max_local_);
-  r->source_side = std::make_shared<Hold>(shared_, shared_->own, bytes, stream);
+  r->source_side = std::make_shared<Hold>(shared_, shared_->own, bytes, on);
   carve_source_side(r->view, r->source_side->data(), tokens, topk, weights, num_ranks_, max_local_);
   r->num_local = local;
   r->max_local = max_local_;
@@ -81,11 +81,11 @@ std::shared_ptr<RoutingMemory> Engine::new_routing(const turnout::DispatchArgs& 
 }
 
 void Engine::add_receive_side(RoutingMemory& r, int64_t block_rows, int64_t result_rows, int num_topk, bool has_weights, Layout layout,
-                              int64_t slot_rows, cudaStream_t stream) const {
+                              int64_t slot_rows, OnStream on) const {
   r.block_rows = block_rows;
   r.result_rows = result_rows;
   const size_t bytes = carve_receive_side(r.view, nullptr, block_rows, result_rows, num_topk, has_weights, layout, slot_rows);
-  r.receive_side = std::make_shared<Hold>(shared_, shared_->own, std::max<size_t>(bytes, 128), stream);
+  r.receive_side = std::make_shared<Hold>(shared_, shared_->own, std::max<size_t>(bytes, 128), on);
   carve_receive_side(r.view, r.receive_side->data(), block_rows, result_rows, num_topk, has_weights, layout, slot_rows);
 }
 
@@ -130,10 +130,10 @@ DispatchArgs Engine::dispatch_args(const turnout::DispatchArgs& args, const Call
 }
 
 /// The block that peers write: rows, scales, side arrays, then ids, weights and positions.
-void Engine::place_block(DispatchArgs& a, std::shared_ptr<Hold>* block, cudaStream_t stream) const {
+void Engine::place_block(DispatchArgs& a, std::shared_ptr<Hold>* block, OnStream on) const {
   std::optional<Lease> lease;
   if (a.block_rows > 0 || a.total_rows == 0)
-    lease = shared_->region.take(static_cast<size_t>(block_offsets(a, a.block_rows, a.total_rows).num_bytes), stream);
+    lease = shared_->region.take(static_cast<size_t>(block_offsets(a, a.block_rows, a.total_rows).num_bytes), on);
   if (!lease) {
     const bool in_rounds = a.block_rows < a.total_rows;
     const int64_t bytes = block_offsets(a, in_rounds ? 1 : a.total_rows, a.total_rows).num_bytes;
@@ -147,7 +147,7 @@ void Engine::place_block(DispatchArgs& a, std::shared_ptr<Hold>* block, cudaStre
 }
 
 /// Where the rows of the result go, if not where they land.
-void Engine::place_result(const turnout::DispatchArgs& args, DispatchArgs& a, std::shared_ptr<Hold>* result, cudaStream_t stream) const {
+void Engine::place_result(const turnout::DispatchArgs& args, DispatchArgs& a, std::shared_ptr<Hold>* result, OnStream on) const {
   const int64_t rows = a.result_rows;
   if (args.out.defined()) {
     const int64_t room = args.out.num_elements() / args.out.shape[static_cast<size_t>(args.out.ndim - 1)];
@@ -168,14 +168,14 @@ void Engine::place_result(const turnout::DispatchArgs& args, DispatchArgs& a, st
   std::vector<int64_t> side_at;
   for (int s = 0; s < a.num_side; ++s) side_at.push_back(take(rows * a.side[s].bytes));
   std::optional<Lease> lease;
-  if (args.result != ResultKind::fresh && !args.out.defined()) lease = shared_->region.take(static_cast<size_t>(at), stream);
+  if (args.result != ResultKind::fresh && !args.out.defined()) lease = shared_->region.take(static_cast<size_t>(at), on);
   if (!lease && args.result == ResultKind::lease) {
     throw InvalidArgument("dispatch: result=lease, but the receive region has no " + std::to_string(at) + " bytes free in one piece (" +
                           std::to_string(shared_->region.largest_gap()) +
                           " at most): release results, or make the Buffer with a larger receive_bytes");
   }
   *result = lease ? std::make_shared<Hold>(shared_, *lease)
-                  : std::make_shared<Hold>(shared_, shared_->results, static_cast<size_t>(std::max<int64_t>(at, 128)), stream);
+                  : std::make_shared<Hold>(shared_, shared_->results, static_cast<size_t>(std::max<int64_t>(at, 128)), on);
   std::byte* base = (*result)->data();
   a.out_x = base + x_at;
   a.out_scales = base + scales_at;
@@ -238,7 +238,7 @@ void Engine::wait_for_counts(DispatchArgs& a, RoutingMemory& r, cudaStream_t str
 /// The routing of ids that are new. Exact size: counted already when this returns.
 void Engine::make_routing(const turnout::DispatchArgs& args, PendingCall& call, int plan_blocks) {
   DispatchArgs& a = call.dispatch;
-  const std::shared_ptr<RoutingMemory> fresh = new_routing(args, call.stream);
+  const std::shared_ptr<RoutingMemory> fresh = new_routing(args, call.on());
   call.routing = fresh;
   a.routing = fresh->view;
   if (a.capacity >= 0) {
@@ -248,7 +248,7 @@ void Engine::make_routing(const turnout::DispatchArgs& args, PendingCall& call, 
     a.total_rows = a.block_rows;
     a.result_rows = a.layout == Layout::expert_slab ? a.capacity * a.num_local : a.capacity;
   } else {
-    if (capture_of(call.stream))
+    if (call.capture)
       throw InvalidArgument("dispatch: size is exact, so the host must wait for counts, but the stream is being captured; give a capacity");
     a.room = room();
     a.counts_for_host = counts_->device();
@@ -256,7 +256,7 @@ void Engine::make_routing(const turnout::DispatchArgs& args, PendingCall& call, 
     wait_for_counts(a, *fresh, call.stream);
     a.counts_for_host = nullptr;
   }
-  add_receive_side(*fresh, a.total_rows, a.result_rows, a.num_topk, a.has_weights, a.layout, 0, call.stream);
+  add_receive_side(*fresh, a.total_rows, a.result_rows, a.num_topk, a.has_weights, a.layout, 0, call.on());
   a.routing = fresh->view;
 }
 
@@ -268,7 +268,7 @@ void Engine::reuse_routing(PendingCall& call, std::shared_ptr<const RoutingMemor
   a.num_local = cached->num_local;
   a.routing = cached->view;
   a.room = ~0u;  // nothing is asked, or this rank is being captured and takes all rows at once
-  if (may_need_rounds(a, *cached) && !capture_of(call.stream)) {
+  if (may_need_rounds(a, *cached) && !call.capture) {
     a.room = room();
     a.counts_for_host = counts_->device();
     a.block_rows = rows_that_fit(a, a.total_rows, a.room * kRoomUnit);
@@ -282,8 +282,8 @@ void Engine::place_call(const turnout::DispatchArgs& args, PendingCall& call) co
   const bool stays = args.result != ResultKind::fresh && !args.out.defined();
   const bool in_block = a.layout == Layout::rank_major && stays && a.block_rows == a.total_rows;
   a.straight = in_block && !a.common.through_host;  // else they land in one half of the block and are laid out in the other
-  place_block(a, &call.block, call.stream);
-  if (!in_block) return place_result(args, a, &call.result, call.stream);
+  place_block(a, &call.block, call.on());
+  if (!in_block) return place_result(args, a, &call.result, call.on());
   std::byte* base = call.block->data();
   const BlockOffsets offsets = block_offsets(a, a.block_rows);
   a.out_x = base;
@@ -297,7 +297,7 @@ void Engine::place_call(const turnout::DispatchArgs& args, PendingCall& call) co
 void Engine::quantize_ahead(PendingCall& call, int num_sms) const {
   DispatchArgs& a = call.dispatch;
   const int64_t scales = up(a.num_tokens * a.x_block_stride, 128), bytes = scales + a.num_tokens * a.scale_bytes;
-  call.fp8 = std::make_shared<Hold>(shared_, shared_->own, static_cast<size_t>(std::max<int64_t>(bytes, 128)), call.stream);
+  call.fp8 = std::make_shared<Hold>(shared_, shared_->own, static_cast<size_t>(std::max<int64_t>(bytes, 128)), call.on());
   a.fp8 = call.fp8->data();
   a.fp8_scales = a.fp8 + scales;
   a.plans_beside = sharers_ == 1 && !a.cached && a.capacity >= 0;
@@ -352,7 +352,7 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
   if (args.receive == Receive::resident && !receive_now) {
     // Counters, then what the receive in the background does not share with later calls: local signals, and the epoch.
     const size_t bytes = static_cast<size_t>(num_ranks_) * 8 + (kNumFlags + 1) * 4;
-    pending->counters = std::make_shared<Hold>(shared_, shared_->own, bytes, stream);
+    pending->counters = std::make_shared<Hold>(shared_, shared_->own, bytes, pending->on());
     a.arrived = reinterpret_cast<int64_t*>(pending->counters->data());
     a.common.own_epoch = reinterpret_cast<uint32_t*>(a.arrived + num_ranks_) + kNumFlags;
     check(cudaMemsetAsync(a.arrived, 0, bytes, stream), "cudaMemset");

@@ -29,19 +29,46 @@ template class Mapped<HostWords>;
 template class Mapped<int64_t>;
 template class Mapped<std::byte>;
 
-LeaseMemory::LeaseMemory(transport::DeviceWindow& window, const Arena& arena, std::shared_ptr<transport::device::MemoryPool> pool,
+LeaseMemory::LeaseMemory(transport::DeviceWindow& window, const Arena& arena, int device, std::shared_ptr<transport::device::MemoryPool> pool,
                          cudaStream_t stream)
-    : first_(arena.receive), num_bytes_(arena.receive_bytes), begin_(window.local() + arena.receive), pool_(std::move(pool)), stream_(stream) {
+    : first_(arena.receive),
+      num_bytes_(arena.receive_bytes),
+      device_(device),
+      begin_(window.local() + arena.receive),
+      pool_(std::move(pool)),
+      stream_(stream) {
   bool by_host = false;
   for (int r = 0; r < arena.num_ranks; ++r) by_host = by_host || window.link(r) == transport::DeviceLink::host;
   if (!by_host) return;
+  if (const transport::device::RankGpu gpu = transport::device::this_rank(device_); gpu.has_vmm) {
+    range_bytes_ = (std::max<size_t>(num_bytes_, 1) + gpu.granularity - 1) / gpu.granularity * gpu.granularity;
+    range_ = std::make_unique<transport::device::Range>(range_bytes_, gpu.granularity);
+    resume();
+    apart_ = begin_ = range_->address();
+    return;
+  }
   const auto held = transport::device::hold_side_streams();
   apart_ = begin_ = pool_->allocate(std::max<size_t>(num_bytes_, 1), stream_,
                                     "cudaMallocAsync of " + std::to_string(num_bytes_) + " bytes for results (receive_bytes)");
   check(cudaStreamSynchronize(stream_), "cudaMallocAsync");
 }
+
 LeaseMemory::~LeaseMemory() {
-  if (apart_) pool_->free(apart_, stream_);
+  if (apart_ && !range_) pool_->free(apart_, stream_);
+}
+
+void LeaseMemory::suspend() {
+  if (range_) range_->detach();
+}
+
+void LeaseMemory::resume() {
+  if (!range_) return;
+  try {
+    range_->attach(transport::device::Allocation::make(device_, range_bytes_, /*for_processes=*/false), {device_});
+  } catch (const TransportError& error) {
+    range_->detach();
+    throw TransportError(std::string(error.what()) + ", for results (receive_bytes)");
+  }
 }
 
 namespace {
@@ -266,6 +293,7 @@ void Engine::suspend() {
   std::lock_guard lock(mutex_);
   finish_calls("suspend: waiting for earlier calls");
   shared_->window->suspend();
+  shared_->leases.suspend();
   suspended_ = true;
 }
 
@@ -274,6 +302,19 @@ void Engine::resume() {
   CurrentDevice current(device_);
   std::lock_guard lock(mutex_);
   shared_->window->resume();
+  if (shared_->through_host()) {
+    const auto said = transport::tell_all(bootstrap_, "resume: leases", "", [&] {
+      shared_->leases.resume();
+      return std::string();
+    });
+    try {
+      transport::check_agreed(said, rank_, "resume: leases");
+    } catch (...) {
+      shared_->leases.suspend();
+      shared_->window->suspend();
+      throw;
+    }
+  }
   suspended_ = false;
 }
 

@@ -14,6 +14,7 @@
 #include "engine/cuda/args.h"
 #include "engine/cuda/memory.h"
 #include "engine/device_engine.h"
+#include "transport/device/range.h"
 #include "transport/device/resources.h"
 #include "transport/device_window.h"
 
@@ -21,13 +22,19 @@ namespace turnout::engine::cuda {
 
 /// Where the rows of leases are. Where arenas are memory of the host, each block of the region has a twin in this GPU's memory: peers write
 /// to the one, and rows are laid out in the other, since whoever works on them would else read them across PCIe, and more than once.
+/// REQUIRES, for suspend() and the destructor: as of a DeviceWindow.
 class LeaseMemory {
  public:
-  LeaseMemory(transport::DeviceWindow& window, const Arena& arena, std::shared_ptr<transport::device::MemoryPool> pool, cudaStream_t stream);
+  LeaseMemory(transport::DeviceWindow& window, const Arena& arena, int device, std::shared_ptr<transport::device::MemoryPool> pool,
+              cudaStream_t stream);
   ~LeaseMemory();
   LeaseMemory(const LeaseMemory&) = delete;
   LeaseMemory& operator=(const LeaseMemory&) = delete;
   bool are_apart() const { return apart_ != nullptr; }
+  /// Where they are apart: frees their memory and takes some again, at the same addresses; without VMM it is kept. Throws: TransportError, and
+  /// they stay suspended.
+  void suspend();
+  void resume();
   /// `offset`: in the arena.
   std::byte* at(size_t offset) const { return begin_ + (offset - first_); }
   /// Whether `address` is in the region's memory, and then where in the arena.
@@ -37,9 +44,11 @@ class LeaseMemory {
   }
 
  private:
-  size_t first_, num_bytes_;
-  std::byte* apart_ = nullptr;
+  size_t first_, num_bytes_, range_bytes_ = 0;
+  int device_;
   std::byte* begin_;
+  std::byte* apart_ = nullptr;
+  std::unique_ptr<transport::device::Range> range_;  ///< of what is apart; none without VMM
   std::shared_ptr<transport::device::MemoryPool> pool_;
   cudaStream_t stream_;
 };
@@ -53,28 +62,28 @@ struct Shared {
         device(device_),
         stream(transport::device::side_stream(device_)),
         pool(std::make_shared<transport::device::MemoryPool>(device_)),
+        leases(*window, arena, device_, pool, stream),
         region(device_, arena.receive, arena.receive_bytes),
         results(device_, allocator, stream, pool, alone),
-        own(device_, nullptr, stream, pool, alone),
-        leases(*window, arena, pool, stream) {}
+        own(device_, nullptr, stream, pool, alone) {}
   bool through_host() const { return leases.are_apart(); }
   std::unique_ptr<transport::DeviceWindow> window;
   const Arena arena;
   const int device;
   const cudaStream_t stream;  ///< of allocations and of words that the host writes: short work that waits for nobody
   const std::shared_ptr<transport::device::MemoryPool> pool;
+  LeaseMemory leases;  ///< goes, as the window does, when `results` has waited for its users
   Region region;
   Memory results;  ///< from the caller's Allocator, if there is one
   Memory own;      ///< handles
-  const LeaseMemory leases;
 };
 
 /// A lease or an allocation, given back in order of the stream of its call when the last reference dies.
 class Hold {
  public:
   Hold(std::shared_ptr<Shared> shared, const Lease& lease) : shared_(std::move(shared)), lease_(lease), is_lease_(true) {}
-  Hold(std::shared_ptr<Shared> shared, Memory& memory, size_t num_bytes, cudaStream_t stream)
-      : shared_(std::move(shared)), memory_(&memory), piece_(memory.take(num_bytes, stream)) {}
+  Hold(std::shared_ptr<Shared> shared, Memory& memory, size_t num_bytes, OnStream on)
+      : shared_(std::move(shared)), memory_(&memory), piece_(memory.take(num_bytes, on)) {}
   Hold(const Hold&) = delete;
   Hold& operator=(const Hold&) = delete;
   ~Hold() {
@@ -173,15 +182,15 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
   /// `num_calls_ago`: how many calls of the lane were issued since.
   Common common(int lane, const CallFacts& facts, int num_calls_ago, bool last_of_send) const;
   int blocks(int wanted) const;
-  std::shared_ptr<RoutingMemory> new_routing(const turnout::DispatchArgs& args, cudaStream_t stream) const;
+  std::shared_ptr<RoutingMemory> new_routing(const turnout::DispatchArgs& args, OnStream on) const;
   void add_receive_side(RoutingMemory& r, int64_t block_rows, int64_t result_rows, int num_topk, bool has_weights, Layout layout, int64_t slot_rows,
-                        cudaStream_t stream) const;
+                        OnStream on) const;
   DispatchArgs dispatch_args(const turnout::DispatchArgs& args, const CallFacts& facts, const RoutingFacts& routing) const;
   bool is_low_latency(const DispatchArgs& a) const;
   bool is_low_latency(const CombineArgs& a) const;
   void dispatch_low_latency(const turnout::DispatchArgs& args, PendingCall& call, std::shared_ptr<const RoutingMemory> cached, bool counts_arrivals);
   void combine_low_latency(const turnout::CombineArgs& args, PendingCall& call);
-  void place_sums(const turnout::CombineArgs& args, CombineArgs& a, std::shared_ptr<Hold>* result, cudaStream_t stream) const;
+  void place_sums(const turnout::CombineArgs& args, CombineArgs& a, std::shared_ptr<Hold>* result, OnStream on) const;
   void read(void* to, const void* from, size_t num_bytes, std::string_view what);
   const volatile int64_t* wait_for_words(cudaStream_t stream);
   void wait_for_counts(DispatchArgs& a, RoutingMemory& r, cudaStream_t stream);
@@ -195,8 +204,8 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
   int64_t num_rounds(const DispatchArgs& a, const RoutingMemory& r, const volatile int64_t* rooms) const;
   void prepare_rounds(LaneState& lane, cudaStream_t stream);
   void issue_rounds(PendingCall& call, int move_blocks);
-  void place_block(DispatchArgs& a, std::shared_ptr<Hold>* block, cudaStream_t stream) const;
-  void place_result(const turnout::DispatchArgs& args, DispatchArgs& a, std::shared_ptr<Hold>* result, cudaStream_t stream) const;
+  void place_block(DispatchArgs& a, std::shared_ptr<Hold>* block, OnStream on) const;
+  void place_result(const turnout::DispatchArgs& args, DispatchArgs& a, std::shared_ptr<Hold>* result, OnStream on) const;
   [[noreturn]] void throw_record();
   void watch_peers();
   void note_stream(cudaStream_t stream);

@@ -53,15 +53,15 @@ void Engine::dispatch_low_latency(const turnout::DispatchArgs& args, PendingCall
     const int64_t most = config_.max_tokens_per_rank * num_ranks_;
     a.block_rows = a.layout == Layout::expert_slab ? most : a.layout == Layout::rank_major ? a.capacity : std::min(a.capacity, most);
     a.result_rows = a.layout == Layout::expert_slab ? a.capacity * a.num_local : a.capacity;
-    const std::shared_ptr<RoutingMemory> fresh = new_routing(args, stream);
+    const std::shared_ptr<RoutingMemory> fresh = new_routing(args, call.on());
     const int64_t slot_rows = a.layout == Layout::expert_slab ? a.common.arena.ll_tokens * num_ranks_ : 0;
-    add_receive_side(*fresh, a.block_rows, a.result_rows, a.num_topk, a.has_weights, a.layout, slot_rows, stream);
+    add_receive_side(*fresh, a.block_rows, a.result_rows, a.num_topk, a.has_weights, a.layout, slot_rows, call.on());
     call.routing = fresh;
   }
   a.routing = call.routing->view;
-  place_result(args, a, &call.result, stream);
+  place_result(args, a, &call.result, call.on());
   if (counts_arrivals) {
-    call.counters = std::make_shared<Hold>(shared_, shared_->own, static_cast<size_t>(num_ranks_) * 8, stream);
+    call.counters = std::make_shared<Hold>(shared_, shared_->own, static_cast<size_t>(num_ranks_) * 8, call.on());
     a.arrived = reinterpret_cast<int64_t*>(call.counters->data());
     check(cudaMemsetAsync(a.arrived, 0, static_cast<size_t>(num_ranks_) * 8, stream), "cudaMemset");
   }
@@ -77,7 +77,7 @@ void Engine::dispatch_low_latency(const turnout::DispatchArgs& args, PendingCall
 void Engine::combine_low_latency(const turnout::CombineArgs& args, PendingCall& call) {
   CombineArgs& a = call.combine;
   a.chained = has_bulk() && sharers_ == 1;
-  place_sums(args, a, &call.result, call.stream);
+  place_sums(args, a, &call.result, call.on());
   const int grid = blocks(args.num_sms > 0 ? args.num_sms : ll_combine_blocks(a, num_sms_));
   check(launch_ll_combine(a, grid, call.stream), "low_latency combine kernel");
   LaneState& lane = lanes_[static_cast<size_t>(call.lane)];

@@ -47,6 +47,7 @@ cudaEvent_t Fences::take_event() {
 void Fences::add(size_t begin, size_t num_bytes, cudaStream_t stream) {
   constexpr size_t kMost = 64;
   if (fences_.size() >= kMost) {
+    const transport::device::CurrentDevice current(device_);  // to ask is harmless then to what another thread captures
     std::erase_if(fences_, [&](const Fence& f) {
       if (!f.event || cudaEventQuery(f.event) == cudaErrorNotReady) return false;
       spare_.push_back(f.event);
@@ -114,8 +115,8 @@ size_t Region::room() const {
   return idle_.empty() ? pool_.largest_gap() : pool_.largest_gap_with(idle_);
 }
 
-std::optional<Lease> Region::take(size_t num_bytes, cudaStream_t stream) {
-  const uint64_t capture = capture_of(stream);
+std::optional<Lease> Region::take(size_t num_bytes, OnStream on) {
+  const auto [stream, capture] = on;
   std::lock_guard lock(mutex_);
   const size_t wanted = std::max<size_t>(num_bytes, BlockPool::kGranule);
   if (capture) {
@@ -196,12 +197,12 @@ Memory::~Memory() {
   cudaSetDevice(before);
 }
 
-Memory::Piece Memory::take(size_t num_bytes, cudaStream_t stream) {
+Memory::Piece Memory::take(size_t num_bytes, OnStream on) {
+  const auto [stream, capture] = on;
   // Sizes are rounded so that calls of about one size share what is free.
   size_t size = 512;
   while (size < num_bytes) size *= 2;
   if (size > (1u << 20)) size = static_cast<size_t>(core::align_up(static_cast<int64_t>(num_bytes), 1 << 20));
-  const uint64_t capture = capture_of(stream);
   note_user(stream);
   if (allocator_) {
     std::byte* data = nullptr;

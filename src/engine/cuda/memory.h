@@ -20,6 +20,12 @@ namespace turnout::engine::cuda {
 /// 0 where `stream` is not being captured, else the capture's number. Throws: TransportError if the capture is broken.
 uint64_t capture_of(cudaStream_t stream);
 
+/// A stream and the capture that runs on it (0: none), which a call asks the driver for once.
+struct OnStream {
+  cudaStream_t stream = nullptr;
+  uint64_t capture = 0;
+};
+
 /// The stream of all calls, as long as there is only one. What it gives back only it takes again, and nothing is recorded: an event
 /// costs as much as half a call in low_latency mode. From the second stream on every block gets its event when it is given back.
 class OnlyStream {
@@ -78,7 +84,7 @@ struct Lease {
 class Region {
  public:
   Region(int device, size_t begin, size_t num_bytes) : pool_(begin, num_bytes), fences_(device) {}
-  std::optional<Lease> take(size_t num_bytes, cudaStream_t stream);
+  std::optional<Lease> take(size_t num_bytes, OnStream on);
   void give_back(const Lease& lease) noexcept;
   bool is_taken(size_t offset) const;
   size_t largest_gap() const { return pool_.largest_gap(); }
@@ -112,7 +118,7 @@ class Memory {
     uint64_t capture = 0;
   };
   /// `of_caller`: from the caller's Allocator if there is one (results; handles are the engine's own).
-  Piece take(size_t num_bytes, cudaStream_t stream);
+  Piece take(size_t num_bytes, OnStream on);
   void give_back(const Piece& piece) noexcept;
   /// Whether `address` lies in what was given back and not taken again.
   bool keeps(const void* address) const;

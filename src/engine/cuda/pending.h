@@ -9,9 +9,10 @@ namespace turnout::engine::cuda {
 class PendingCall : public DevicePending {
  public:
   PendingCall(std::shared_ptr<Engine> engine, int lane_, cudaStream_t stream_)
-      : engine_(std::move(engine)), lane(lane_), stream(stream_), generation(engine_->generation_) {}
+      : engine_(std::move(engine)), lane(lane_), stream(stream_), capture(capture_of(stream_)), generation(engine_->generation_) {}
   DeviceDispatch finish_dispatch() override;
   DeviceCombine finish_combine() override;
+  OnStream on() const { return {stream, capture}; }
   int64_t* arrived() override { return dispatch.arrived; }
   ~PendingCall() override;
   PendingCall(const PendingCall&) = delete;
@@ -32,6 +33,7 @@ class PendingCall : public DevicePending {
  public:
   int lane;
   cudaStream_t stream;
+  uint64_t capture;  ///< of the stream when the call began
   uint64_t generation;
   uint64_t epoch = 0;  ///< number of the call on its lane
   bool is_dispatch = false;

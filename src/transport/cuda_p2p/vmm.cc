@@ -6,97 +6,13 @@
 #include "transport/cuda_p2p/cuda_p2p.h"
 #include "transport/device/driver.h"
 #include "transport/device/probe.h"
+#include "transport/device/range.h"
 #include "transport/device/shared.h"
 #include "transport/mailbox.h"
 
 namespace turnout::transport::device {
 
 namespace {
-
-/// A piece of some GPU's memory. The driver keeps the memory as long as anybody has a handle or a mapping.
-class Allocation {
- public:
-  Allocation() = default;
-  explicit Allocation(CUmemGenericAllocationHandle handle) : handle_(handle), is_open_(true) {}
-  Allocation(Allocation&& other) noexcept : handle_(other.handle_), is_open_(std::exchange(other.is_open_, false)) {}
-  Allocation& operator=(Allocation&& other) noexcept {
-    std::swap(handle_, other.handle_);
-    std::swap(is_open_, other.is_open_);
-    return *this;
-  }
-  ~Allocation() {
-    if (is_open_) driver().mem_release(handle_);
-  }
-
-  static Allocation make(int device, size_t num_bytes, bool for_processes) {
-    CUmemAllocationProp where{};
-    where.type = CU_MEM_ALLOCATION_TYPE_PINNED;
-    where.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
-    where.location.id = device;
-    if (for_processes) where.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-    CUmemGenericAllocationHandle handle = 0;
-    check(driver().mem_create(&handle, num_bytes, &where, 0),
-          "allocating " + std::to_string(num_bytes) + " bytes of device " + std::to_string(device));
-    return Allocation(handle);
-  }
-  static Allocation import(const Descriptor& file, int rank) {
-    CUmemGenericAllocationHandle handle = 0;
-    void* const number = reinterpret_cast<void*>(static_cast<uintptr_t>(file.get()));
-    check(driver().mem_import(&handle, number, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR), "taking the memory of rank " + std::to_string(rank));
-    return Allocation(handle);
-  }
-  Descriptor share() const {
-    int number = -1;
-    check(driver().mem_export(&number, handle_, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0), "sharing memory by descriptor");
-    return Descriptor(number);
-  }
-  CUmemGenericAllocationHandle handle() const { return handle_; }
-
- private:
-  CUmemGenericAllocationHandle handle_ = 0;
-  bool is_open_ = false;
-};
-
-/// Addresses reserved for one rank's memory, with or without memory behind them.
-class Range {
- public:
-  Range(size_t num_bytes, size_t alignment) : num_bytes_(num_bytes) {
-    check(driver().mem_address_reserve(&address_, num_bytes, alignment, 0, 0), "reserving " + std::to_string(num_bytes) + " bytes of addresses");
-  }
-  Range(const Range&) = delete;
-  Range& operator=(const Range&) = delete;
-  ~Range() {
-    detach();
-    driver().mem_address_free(address_, num_bytes_);
-  }
-
-  /// Puts memory behind the addresses, for kernels on `devices`.
-  void attach(Allocation allocation, const std::vector<int>& devices) {
-    check(driver().mem_map(address_, num_bytes_, 0, allocation.handle(), 0), "mapping memory");
-    is_mapped_ = true;
-    allocation_ = std::move(allocation);
-    std::vector<CUmemAccessDesc> access(devices.size());
-    for (size_t i = 0; i < devices.size(); ++i) {
-      access[i].location.type = CU_MEM_LOCATION_TYPE_DEVICE;
-      access[i].location.id = devices[i];
-      access[i].flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-    }
-    check(driver().mem_set_access(address_, num_bytes_, access.data(), access.size()), "opening memory to its GPUs");
-  }
-  void detach() {
-    if (is_mapped_) driver().mem_unmap(address_, num_bytes_);
-    is_mapped_ = false;
-    allocation_ = Allocation();
-  }
-  const Allocation& allocation() const { return allocation_; }
-  std::byte* address() const { return reinterpret_cast<std::byte*>(address_); }
-
- private:
-  const size_t num_bytes_;
-  CUdeviceptr address_ = 0;
-  bool is_mapped_ = false;
-  Allocation allocation_;
-};
 
 ProcessTable<Range>& ranges() {
   static ProcessTable<Range> table;
