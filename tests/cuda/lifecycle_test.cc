@@ -1,4 +1,6 @@
 // The life of a Buffer on GPUs: made and destroyed without a leak, suspended and resumed at the same addresses, and rows beyond 2^31 elements.
+#include <cstdlib>
+
 #include "cuda/gpu_processes.h"
 #include "cuda/replay.h"
 #include "cuda/user_kernels.h"
