@@ -38,7 +38,7 @@ class Call(NamedTuple):
     mode: int
     num_sms: int
     lane: int
-    wire: int = 0
+    wire: int  #: of a dispatch: of its backward pass
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -139,7 +139,7 @@ def _dispatch_forward(call: Call, x: Any, topk_idx: Any, weights: Any) -> Any:
 def _dispatch_backward(call: Call, saved: Any, gradients: Any) -> Any:
     """The gradient of x is the plain sum of its rows', that of a weight the one of its row, which comes along (side)."""
     routing, has_weights = saved
-    x, weights = _combine(call._replace(wire=0), gradients[0], routing, None, gradients[1] if has_weights else None)
+    x, weights = _combine(call, gradients[0], routing, None, gradients[1] if has_weights else None)
     return x, None, weights if has_weights else None
 
 

@@ -42,7 +42,10 @@ _ARRAYS = "x topk_weights topk_idx expert_counts expert_offsets sorted_rows num_
 
 
 class Buffer:
-    """The turnout.Buffers of this process's devices: one for each that is a rank."""
+    """The turnout.Buffers of this process's devices: one for each that is a rank.
+
+    Programs find it by number: keep it until the results of the last one are there (jax.block_until_ready), or they fail and say so.
+    """
 
     def __init__(
         self, mesh: jax.sharding.Mesh, axis: str | Sequence[str], *, store: Any = None, transport: str = "auto", num_handles: int = 256, **config: Any
@@ -136,6 +139,7 @@ def dispatch(
     layout: str = "rank_major",
     capacity: int | None = None,
     expert_alignment: int = 1,
+    gradient_wire: str = "payload",
     mode: str = "auto",
     num_sms: int = 0,
     lane: int = 0,
@@ -143,7 +147,9 @@ def dispatch(
     """Sends each token of this rank to the ranks of its experts. Collective, and so is its backward pass (a combine).
 
     x: [T, H] fp16, bf16, fp32 or fp64. topk_idx: int32 or int64 [T, K], -1: none. topk_weights: [T, K], moved as fp32.
-    capacity: rows per rank, or per local expert (expert_slab); None: room for all that can come. The rest as in turnout.Buffer.dispatch.
+    capacity: rows per rank, or per local expert (expert_slab); None: room for all that can come.
+    gradient_wire: wire of the backward pass; 'rows': the same bits for any number of ranks (expert_major and expert_slab).
+    The rest as in turnout.Buffer.dispatch.
     Raises InvalidArgument while tracing; what is found when the program runs comes out of it as JAX's JaxRuntimeError or ValueError, with
     Turnout's words.
     """
@@ -164,6 +170,7 @@ def dispatch(
     call = _jax_ops.Call(
         buffer._number, *topk_idx.shape, buffer.num_local_experts, _number_of("dispatch", "layout", layout, _jax_ops.LAYOUTS), capacity,
         expert_alignment, _number_of("dispatch", "mode", mode, _jax_ops.MODES), num_sms, lane,
+        _number_of("dispatch", "gradient_wire", gradient_wire, _jax_ops.WIRES),
     )  # fmt: skip
     *arrays, numbers, routing = _jax_ops.dispatch(call, *_jax_ops.alike(x, topk_idx, topk_weights))
     return Dispatched(*arrays, numbers[0], numbers[1], routing, call)

@@ -116,6 +116,24 @@ def test_gradients_are_those_of_the_layer_on_one_device(layout, num_ranks):
         np.testing.assert_allclose(have, wanted, rtol=1e-4, atol=1e-5)
 
 
+def test_gradients_over_wire_rows_have_the_same_bits_on_any_number_of_ranks():
+    x, idx, weights = problem(4)
+    scale = np.random.default_rng(2).standard_normal(EXPERTS, dtype=np.float32)
+
+    def gradient(num_ranks):
+        buffer = make(num_ranks, max_tokens_per_rank=len(x) // num_ranks)
+
+        def body(x, idx, weights, scale):
+            sent = tj.dispatch(buffer, x, idx, weights, layout="expert_slab", gradient_wire="rows")
+            return tj.combine(buffer, jnp.sin(sent.x * scale[:, None, None]), sent, weights=sent.topk_weights, wire="rows")
+
+        return np.asarray(jax.grad(lambda x: jnp.square(on_mesh(buffer, body, num_ranks)(x, idx, weights, scale)).sum())(x))
+
+    alone = gradient(1)
+    for num_ranks in (2, 4):
+        np.testing.assert_array_equal(gradient(num_ranks), alone)
+
+
 def test_rank_major_gradients_without_and_with_weights():
     buffer = make(2)
     x, idx, weights = problem(2)
@@ -192,6 +210,7 @@ def test_wrong_arguments():
         ("buffer is a dict", ({}, x, idx), {}),
         ("layout is 'slab', but must be one of rank_major", (buffer, x, idx), dict(layout="slab")),
         ("mode is 'fast'", (buffer, x, idx), dict(mode="fast")),
+        ("gradient_wire is 'row'", (buffer, x, idx), dict(gradient_wire="row")),
         ("topk_idx is float32", (buffer, x, idx.astype(np.float32)), {}),
         (r"must be \[T, H\] and \[T, K\]", (buffer, x[:-1], idx), {}),
         (r"topk_weights are \[6, 2\]", (buffer, x, idx, weights[:, :2]), {}),
