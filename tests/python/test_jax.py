@@ -172,6 +172,24 @@ def test_many_layers_in_a_scan_with_checkpoints_and_bf16():
     np.testing.assert_allclose(value, (x * (count / TOPK) ** 5).sum(), rtol=0.05, atol=2)
 
 
+def test_calls_that_do_not_depend_on_one_another_take_lanes_of_their_own():
+    lanes = 3
+    buffer = make(4, num_lanes=lanes)
+    x, idx, weights = problem(4)
+
+    def body(x, idx, weights):
+        def one(lane):
+            sent = tj.dispatch(buffer, (lane + 1) * x, idx, weights, layout="expert_slab", lane=lane)
+            return tj.combine(buffer, sent.x, sent, weights=sent.topk_weights)
+
+        return jnp.stack([one(lane) for lane in range(lanes)], 1)
+
+    layer = on_mesh(buffer, body, 4)
+    want = x * np.where(idx < 0, 0, weights).sum(1, keepdims=True)
+    for _ in range(20):
+        np.testing.assert_allclose(layer(x, idx, weights), np.stack([(lane + 1) * want for lane in range(lanes)], 1), rtol=1e-6)
+
+
 def test_groups_along_one_axis_of_a_mesh():
     mesh_of(4)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "expert"))
