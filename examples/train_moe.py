@@ -213,6 +213,7 @@ def arguments():
 
 def main():
     options = arguments()
+    text = read_text(options.text)
     device = torch.device(options.device)
     if device.type == "cuda":
         local = os.environ.get("LOCAL_RANK", os.environ.get("TURNOUT_LOCAL_RANK", "0"))
@@ -223,7 +224,6 @@ def main():
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     if SEQUENCES % num_ranks:
         sys.exit(f"train_moe: {num_ranks} ranks cannot share {SEQUENCES} sequences evenly: use 1, 2, 4 or 8")
-    text = read_text(options.text)
     buffer = tt.Buffer.from_group(
         num_experts=EXPERTS, hidden=HIDDEN, max_tokens_per_rank=SEQUENCES // num_ranks * LENGTH, max_topk=TOP_K, dtype="fp32", device=device, max_outstanding=4
     )

@@ -63,13 +63,13 @@ def test_torchrun_and_the_bench_of_its_routing(alone, tmp_path):
 
 
 def test_what_cannot_be(tmp_path):
-    def fails(*options, ranks="1"):
-        command = [sys.executable, "-m", "turnout", "launch", "-n", ranks, "--", sys.executable, str(PROGRAM), "--steps", "1", *options]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    def fails(*options, ranks=None):
+        launcher = ["-m", "turnout", "launch", "-n", str(ranks), "--", sys.executable] if ranks else []
+        done = subprocess.run([sys.executable, *launcher, str(PROGRAM), *options], capture_output=True, text=True, cwd=tmp_path)
         assert done.returncode != 0
         return done.stderr
 
-    assert "3 ranks cannot share 8 sequences evenly: use 1, 2, 4 or 8" in fails(ranks="3")
+    assert "3 ranks cannot share 8 sequences evenly: use 1, 2, 4 or 8" in fails(ranks=3)
     assert "there is no file no-such-file" in fails("--text", "no-such-file")
     (tmp_path / "short").write_text("short")
     assert "has 5 characters, but a sequence takes 65" in fails("--text", "short")
