@@ -5,16 +5,22 @@
   variables   every variable of src/util/env.cc is used by the sources
   paths       every `path` that begins with a folder of the repository exists (build/ is not looked at)
   commands    every `./dev COMMAND` is one of dev's, every preset one of CMakePresets.json's
+  guides      (with --guides PYTHON) the programs of docs/guides, which begin with `# NAME.py`, run by the commands between them, print
+              what the page says
   flags       (with --command) every --flag in a page about `turnout` is one that the command has, every flag of the command stands in
               a page, and a table's first value is the default
 
 usage: check_docs.py [ROOT] [--command build/PRESET/tools/turnout]
+       check_docs.py [ROOT] --guides PYTHON [PAGE]...
 """
 import json
+import os
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
+import tempfile
 
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -121,7 +127,48 @@ def check_flags(root, command):
                 yield root / "docs" / page, "%s has the default %s, not %s" % (flags[0], default[1], values[0])
 
 
+BLOCK = re.compile(r"^```(python|sh|text)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def run_guide(page, python):
+    """Writes down the page's programs, runs its commands, and compares what they print with the text that follows each."""
+    # What a user's shell would find: the package's Python, and its commands.
+    words = {"python": [python], "turnout": [python, "-m", "turnout"], "torchrun": [python, "-m", "torch.distributed.run"]}
+    blocks = BLOCK.findall(page.read_text())
+    ran = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for kind, text in blocks:
+            if kind == "python":
+                name = re.match(r"# (\w+\.py)\n", text)
+                if not name:
+                    yield page, "a program without a name: let it begin with # NAME.py"
+                else:
+                    pathlib.Path(folder, name[1]).write_text(text)
+        for (kind, text), (following, expected) in zip(blocks, [*blocks[1:], ("", "")]):
+            for line in text.splitlines() if kind == "sh" else ():
+                command = [each for word in shlex.split(line) for each in words.get(word, [word])]
+                if command[0] == "pip":
+                    continue
+                done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"})
+                ran += 1
+                if done.returncode != 0:
+                    yield page, "%s: status %d\n%s" % (line, done.returncode, done.stdout + done.stderr)
+                elif following == "text" and done.stdout != expected:
+                    yield page, "%s: prints\n%sinstead of\n%s" % (line, done.stdout, expected)
+    if not ran:
+        yield page, "nothing to run"
+
+
 def main(arguments):
+    if "--guides" in arguments:
+        at = arguments.index("--guides")
+        root = pathlib.Path(arguments[0] if at else pathlib.Path(__file__).parents[1]).resolve()
+        pages = [pathlib.Path(a) for a in arguments[at + 2 :]] or sorted((root / "docs/guides").glob("*.md"))
+        wrong = [each for page in pages for each in run_guide(page, arguments[at + 1])]
+        for page, why in wrong:
+            print("%s: %s" % (page.name, why))
+        print("guides: %d pages, %d wrong" % (len(pages), len(wrong)))
+        return 1 if wrong or not pages else 0
     command = arguments[arguments.index("--command") + 1] if "--command" in arguments else None
     roots = [a for i, a in enumerate(arguments) if not a.startswith("--") and (i == 0 or arguments[i - 1] != "--command")]
     root = pathlib.Path(roots[0] if roots else pathlib.Path(__file__).resolve().parent.parent).resolve()

@@ -1,4 +1,6 @@
 // Buffer: what Python gives becomes the arguments of the library's calls. What cannot is refused as the library refuses: on all ranks.
+#include "bindings/buffer.h"
+
 #include <utility>
 
 #include "bindings/allocator.h"
@@ -133,18 +135,11 @@ CombineResult run(Buffer& buffer, const CombineArgs& args) { return buffer.combi
 PendingDispatch issue(Buffer& buffer, const DispatchArgs& args) { return buffer.dispatch_async(args); }
 PendingCombine issue(Buffer& buffer, const CombineArgs& args) { return buffer.combine_async(args); }
 
-/// Tells all ranks that this one does not make the call: a call that was given nothing uses up its epoch.
 template <class Args>
 void refuse(Buffer& buffer, int lane) {
   const nb::gil_scoped_release unlocked;
   const UnderWay call;
-  Args nothing;
-  nothing.lane = lane;
-  try {
-    run(buffer, nothing);
-  } catch (const InvalidArgument&) {
-    // Its own error makes way for the one that says why.
-  }
+  refuse_quietly<Args>(buffer, lane);
 }
 
 /// Reads the arguments. What is wrong with them is told to all ranks before it is raised here.
@@ -310,6 +305,11 @@ std::string repr(const BufferHolder& self) {
 }
 
 }  // namespace
+
+std::shared_ptr<Buffer> buffer_of(nb::handle object) {
+  if (!nb::isinstance<BufferHolder>(object)) throw InvalidArgument("buffer is " + describe(object) + ", but must be a turnout.Buffer");
+  return nb::cast<const BufferHolder&>(object).buffer.get();
+}
 
 void bind_buffer(nb::module_& m) {
   using Class = BufferHolder;

@@ -15,6 +15,7 @@ NB_MODULE(_core, m) {
   bind_handle(m);
   bind_results(m);
   bind_buffer(m);
+  bind_jax(m);
   bind_tools(m);
   m.def("_close_all", &close_all, "Closes what is open and waits for calls under way: at the exit of the interpreter.");
 }

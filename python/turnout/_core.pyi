@@ -384,6 +384,17 @@ class Buffer:
 
 def required_bytes(config: dict[str, object], num_ranks: int) -> int: ...
 
+def xla_handlers() -> dict[str, Any]:
+    """Handlers for jax.ffi.register_ffi_target, by target."""
+
+def xla_register(buffers: dict[int, Buffer], num_handles: int) -> int:
+    """
+    The number by which programs find these Buffers, one for each device of this process; the last num_handles routings are kept.
+    """
+
+def xla_forget(number: int) -> None:
+    """What xla_register() did is undone."""
+
 def run_command(program: list[str], arguments: list[str]) -> int:
     """
     Does what `turnout ARGUMENTS` does and returns its exit status. program: words that start it again, once per rank.

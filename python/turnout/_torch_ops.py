@@ -22,7 +22,7 @@ _COMMON = "str mode, int num_sms, int lane"
 _library = torch.library.Library("turnout", "DEF")
 _library.define(
     "dispatch(Tensor x, Tensor topk_idx, Tensor? topk_weights, int buffer, str layout, int capacity, int expert_alignment, "
-    f"{_COMMON}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f"str gradient_wire, {_COMMON}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 # Rows once more along a known routing; `shape` is that of the rows of its dispatch, with the width of x. With a capacity rows have a tail that
 # nothing came for; combine needs to know for its gradient.
@@ -56,7 +56,7 @@ def _or_empty(array: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _dispatch(
     x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, buffer: int, layout: str, capacity: int, expert_alignment: int,
-    mode: str, num_sms: int, lane: int,
+    gradient_wire: str, mode: str, num_sms: int, lane: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     result = _buffer(buffer).dispatch(
         x.contiguous(), topk_idx.contiguous(), None if topk_weights is None else topk_weights.contiguous(), layout=layout,
@@ -107,7 +107,7 @@ def _combine(
 
 def _dispatch_shapes(
     x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, buffer: int, layout: str, capacity: int, expert_alignment: int,
-    mode: str, num_sms: int, lane: int,
+    gradient_wire: str, mode: str, num_sms: int, lane: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     num_local, num_topk = _buffer(buffer).num_local_experts, topk_idx.shape[1]
     new_size = torch.library.get_ctx().new_dynamic_size
@@ -145,10 +145,10 @@ def _combine_shapes(
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        _, topk_idx, weights, buffer, _, capacity, _, *common = inputs
+        _, topk_idx, weights, buffer, _, capacity, _, gradient_wire, *common = inputs
         output = _below_autograd(torch.ops.turnout.dispatch.default, inputs)
         ctx.save_for_backward(output[-1])
-        ctx.call = (buffer, *topk_idx.shape, capacity >= 0, common)
+        ctx.call = (buffer, *topk_idx.shape, capacity >= 0, gradient_wire, common)
         ctx.has_weights = weights is not None
         ctx.mark_non_differentiable(*output[2:])
         return output
@@ -157,12 +157,12 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, rows: Tensor, weights: Tensor, *_: Any) -> tuple[Any, ...]:
         """The gradient of x is the plain sum of its rows', that of a weight the one of its row, which comes along (side)."""
         (handle,) = ctx.saved_tensors
-        buffer, num_tokens, num_topk, has_tail, common = ctx.call
+        buffer, num_tokens, num_topk, has_tail, gradient_wire, common = ctx.call
         side = weights if ctx.has_weights else None
         x, topk_weights = torch.ops.turnout.combine(
-            rows, handle, None, side, buffer, num_tokens, num_topk, has_tail, "payload", *common
+            rows, handle, None, side, buffer, num_tokens, num_topk, has_tail, gradient_wire, *common
         )
-        return (x, None, topk_weights if ctx.has_weights else None, *[None] * 7)
+        return (x, None, topk_weights if ctx.has_weights else None, *[None] * 8)
 
 
 class _Combine(torch.autograd.Function):

@@ -125,6 +125,7 @@ def dispatch(
     layout: str = "rank_major",
     capacity: int | None = None,
     expert_alignment: int = 1,
+    gradient_wire: str = "payload",
     mode: str = "auto",
     num_sms: int = 0,
     lane: int = 0,
@@ -132,6 +133,7 @@ def dispatch(
     """Sends each token to the ranks of its experts. Collective, and so is its backward pass (a combine).
 
     x: [T, H] fp16, bf16, fp32 or fp64. topk_idx: [T, K] int32 or int64, -1: none. topk_weights: [T, K], moved as fp32.
+    gradient_wire: wire of the backward pass; 'rows': the same bits for any number of ranks (expert_major and expert_slab).
     The rest as in turnout.Buffer.dispatch.
     """
     if not isinstance(buffer, Buffer):
@@ -141,7 +143,8 @@ def dispatch(
     if topk_weights is not None:
         topk_weights = topk_weights.to(torch.float32)
     got = torch.ops.turnout.dispatch(
-        x, topk_idx, topk_weights, buffer._number, layout, -1 if capacity is None else capacity, expert_alignment, mode, num_sms, lane
+        x, topk_idx, topk_weights, buffer._number, layout, -1 if capacity is None else capacity, expert_alignment, gradient_wire, mode,
+        num_sms, lane,
     )
     return Dispatched(*(*got, topk_idx.shape[0], topk_idx.shape[1], layout, capacity is not None))
 
@@ -220,6 +223,7 @@ class MoELayer(nn.Module):
         tokens = x.reshape(-1, x.shape[-1])
         idx, weights = self.route(tokens)
         layout = "expert_major" if self.capacity is None else "expert_slab"
-        sent = dispatch(self.buffer, tokens, idx, weights, layout=layout, capacity=self.capacity)
+        gradient_wire = "rows" if self.wire == "rows" else "payload"
+        sent = dispatch(self.buffer, tokens, idx, weights, layout=layout, capacity=self.capacity, gradient_wire=gradient_wire)
         y = self.experts(sent)
         return combine(self.buffer, y, sent, weights=sent.topk_weights, wire=self.wire).reshape(x.shape)

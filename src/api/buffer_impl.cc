@@ -81,7 +81,7 @@ void BufferImpl::agree(const BufferConfig& config) {
       {"num_lanes", std::to_string(config.num_lanes)},
       {"max_outstanding", std::to_string(config.max_outstanding)},
       {"receive_bytes", std::to_string(config.receive_bytes)},
-      {"staging_bytes", std::to_string(config.staging_bytes)},
+      {"staging_bytes", std::to_string(api::staging_bytes_of(config))},
       {"expert_to_rank", map.empty() ? "default" : map},
       {"replica_of", replicas.empty() ? "default" : replicas},
       {"device", std::string(name(config.device.kind))},

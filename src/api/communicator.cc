@@ -12,6 +12,7 @@
 #include "api/communicator_impl.h"
 #include "transport/registry.h"
 #include "util/env.h"
+#include "util/log.h"
 
 namespace turnout {
 inline namespace v0 {
@@ -61,6 +62,9 @@ void report_environment(const Bootstrap& bootstrap) {
     // What a launcher says matters to from_env() only.
   }
   util::report_unknown_variables();
+  if (const auto level = util::env().ib_service_level) {
+    util::log_once(util::LogLevel::warn, "TURNOUT_IB_SL is " + std::to_string(*level) + " and has no effect: no transport here uses InfiniBand");
+  }
 }
 
 /// Threads that wait until all of them are there; if one cannot be had, none of them runs.

@@ -11,6 +11,7 @@
 #include "engine/cpu/row_format.h"
 #include "engine/cuda/sizes.h"
 #include "transport/window_bytes.h"
+#include "util/env.h"
 
 namespace turnout {
 inline namespace v0 {
@@ -119,6 +120,10 @@ void check_size(const core::BufferShape& s) {
 
 }  // namespace
 
+size_t staging_bytes_of(const BufferConfig& config) {
+  return config.staging_bytes ? config.staging_bytes : static_cast<size_t>(util::env().staging_bytes.value_or(0));
+}
+
 size_t arena_bytes(const core::BufferLayout& layout) { return transport::window_bytes(layout.num_bytes, layout.num_signals()); }
 
 core::BufferLayout arena_of(const BufferConfig& config, int num_ranks) {
@@ -131,7 +136,7 @@ core::BufferLayout arena_of(const BufferConfig& config, int num_ranks) {
   const size_t record = engine::max_record_bytes(config.hidden, config.dtype, config.max_topk, config.max_side_bytes);
   const size_t row = static_cast<size_t>(config.hidden) * size_of(config.dtype) + 256;
   shape.least_staging_bytes = std::max(4 * record, static_cast<size_t>(config.max_topk + 1) * row);
-  shape.staging_bytes = config.staging_bytes;
+  shape.staging_bytes = staging_bytes_of(config);
   shape.receive_bytes = config.receive_bytes ? config.receive_bytes : default_receive_bytes(config, num_ranks);
   check_size(shape);
   return core::BufferLayout::of(shape);

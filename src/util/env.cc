@@ -19,7 +19,8 @@ namespace turnout::util {
 /// The text of one variable, and what can be made of it. Empty: the variable is absent.
 class EnvValue {
  public:
-  EnvValue(const EnvVariable& row, std::string text) : row_(row), text_(std::move(text)) {}
+  /// `name`: the variable that it is of, the row's own or its alias.
+  EnvValue(const EnvVariable& row, std::string_view name, std::string text) : row_(row), name_(name), text_(std::move(text)) {}
 
   const std::string& text() const { return text_; }
 
@@ -35,7 +36,7 @@ class EnvValue {
   }
   int64_t milliseconds() const {
     constexpr int64_t kYear = int64_t{1000} * 3600 * 24 * 365;
-    const EnvValue& given = text_.empty() ? EnvValue(row_, std::string(row_.default_value)) : *this;
+    const EnvValue& given = text_.empty() ? EnvValue(row_, name_, std::string(row_.default_value)) : *this;
     return *given.integer<int64_t>(1, kYear);
   }
   /// The position of the value among `choices`.
@@ -48,11 +49,10 @@ class EnvValue {
   std::string choice_text(std::initializer_list<std::string_view> choices) const { return std::string(choices.begin()[choice(choices)]); }
 
  private:
-  InvalidArgument wrong(const std::string& wanted) const {
-    return InvalidArgument(fmt::format("{} is '{}', but must be {}", row_.name, text_, wanted));
-  }
+  InvalidArgument wrong(const std::string& wanted) const { return InvalidArgument(fmt::format("{} is '{}', but must be {}", name_, text_, wanted)); }
 
   const EnvVariable& row_;
+  std::string_view name_;
   std::string text_;
 };
 
@@ -104,13 +104,24 @@ constexpr EnvVariable kTable[] = {
      [](Env& e, V v) { e.device_transport = v.choice_text({"auto", "cuda_p2p", "cuda_host"}); }},
     {"TURNOUT_DEVICE_MEMORY", "auto, vmm or ipc", "auto", "How cuda_p2p shares memory: by the driver's virtual memory, or by cudaIpc where that is not to be had.",
      [](Env& e, V v) { e.device_memory = v.choice_text({"auto", "vmm", "ipc"}); }},
+    {"TURNOUT_STAGING_BYTES", "bytes", "from row size and ranks", "Staging per peer, lane and call in flight (CPU) of Buffers that leave staging_bytes at 0.",
+     [](Env& e, V v) { e.staging_bytes = v.integer<int64_t>(1, int64_t{1} << 46); }, "DEEP_EP_RDMA_CHUNK_SIZE"},
+    {"TURNOUT_IB_SL", "0 to 15", "", "Service level of InfiniBand, for transports between hosts; no transport of this version has one.",
+     [](Env& e, V v) { e.ib_service_level = v.integer(0, 15); }, "NVSHMEM_IB_SL"},
 };
 // clang-format on
 
-EnvValue value_of(const EnvVariable& row, const EnvLookup& lookup) {
-  const char* text = lookup(row.name.data());  // a literal, so it ends in 0
-  return {row, text ? text : ""};
+std::string text_of(std::string_view name, const EnvLookup& lookup) {
+  const char* text = name.empty() ? nullptr : lookup(name.data());  // a literal, so it ends in 0
+  return text ? text : "";
 }
+
+EnvValue value_of(const EnvVariable& row, const EnvLookup& lookup) {
+  std::string text = text_of(row.name, lookup), by_alias = text_of(row.alias, lookup);
+  return text.empty() && !by_alias.empty() ? EnvValue(row, row.alias, std::move(by_alias)) : EnvValue(row, row.name, std::move(text));
+}
+
+const char* of_process(const char* name) { return std::getenv(name); }  // NOLINT(concurrency-mt-unsafe)
 
 size_t edit_distance(std::string_view a, std::string_view b) {
   std::vector<size_t> row(b.size() + 1);
@@ -175,12 +186,22 @@ std::vector<std::string> unknown_variables(const std::vector<std::string>& names
 }
 
 const Env& env() {
-  static const Env instance = read_env([](const char* name) -> const char* { return std::getenv(name); });  // NOLINT(concurrency-mt-unsafe)
+  static const Env instance = read_env(&of_process);
   return instance;
 }
 
 void report_unknown_variables() {
   for (const std::string& line : unknown_variables(names_of_environment())) log_once(LogLevel::warn, line);
+  for (const std::string& line : aliases_in_use(&of_process)) log_once(LogLevel::warn, line);
+}
+
+std::vector<std::string> aliases_in_use(const EnvLookup& lookup) {
+  std::vector<std::string> lines;
+  for (const EnvVariable& row : kTable) {
+    const std::string text = text_of(row.alias, lookup);
+    if (!text.empty() && text_of(row.name, lookup).empty()) lines.push_back(fmt::format("{}={} is read as {}={}", row.alias, text, row.name, text));
+  }
+  return lines;
 }
 
 std::string env_page() {
@@ -191,7 +212,8 @@ std::string env_page() {
       "| variable | value | default | meaning |\n|---|---|---|---|\n";
   for (const EnvVariable& v : kTable) {
     const std::string_view by_default = v.default_value.empty() ? "none" : v.default_value;
-    page += fmt::format("| `{}` | {} | {} | {} |\n", v.name, v.type, by_default, v.sentence);
+    const std::string alias = v.alias.empty() ? "" : fmt::format(" Where it is absent `{}` is read.", v.alias);
+    page += fmt::format("| `{}` | {} | {} | {}{} |\n", v.name, v.type, by_default, v.sentence, alias);
   }
   return page;
 }

@@ -22,7 +22,8 @@ struct Env {
   std::string root, job, secret, secret_file, interface;
   std::optional<int> port;
   int64_t bootstrap_timeout_ms = 0, timeout_ms = 0, busy_timeout_ms = 0;
-  std::optional<int64_t> spin_us;
+  std::optional<int64_t> spin_us, staging_bytes;
+  std::optional<int> ib_service_level;
   std::optional<int> num_threads;
   std::string cpu_isa;
   std::string cuda_library, device_transport, device_memory;
@@ -31,7 +32,7 @@ struct Env {
 /// Throws: InvalidArgument naming the variable, its value and what would do.
 const Env& env();
 
-/// Logs, once per process, each TURNOUT_* variable of the environment that is not in the table.
+/// Logs, once per process, each TURNOUT_* variable of the environment that is not in the table, and each that another library's stands for.
 void report_unknown_variables();
 
 /// Finds the value of a variable, or nullptr; getenv in env(), a table in tests.
@@ -44,8 +45,11 @@ class EnvValue;
 struct EnvVariable {
   std::string_view name, type, default_value, sentence;
   void (*read)(Env& env, const EnvValue& value);
+  std::string_view alias{};  ///< of another library: read where `name` is absent
 };
 std::span<const EnvVariable> env_table();
+/// A line for each variable whose alias is read.
+std::vector<std::string> aliases_in_use(const EnvLookup& lookup);
 /// docs/env.md.
 std::string env_page();
 /// A line for each of `names` that begins with TURNOUT_ (but TURNOUT_TEST_) and is not in the table, with the nearest known name.

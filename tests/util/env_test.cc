@@ -76,8 +76,26 @@ TEST(Env, EveryRowOfTheTableIsRead) {
     asked.insert(name);
     return nullptr;
   });
-  for (const EnvVariable& v : env_table()) listed.insert(std::string(v.name));
+  for (const EnvVariable& v : env_table()) {
+    listed.insert(std::string(v.name));
+    if (!v.alias.empty()) listed.insert(std::string(v.alias));
+  }
   EXPECT_EQ(asked, listed);
+}
+
+TEST(Env, NamesOfOtherLibrariesAreReadWhereOursAreAbsent) {
+  EXPECT_EQ(read({{"DEEP_EP_RDMA_CHUNK_SIZE", "65536"}, {"NVSHMEM_IB_SL", "3"}}).staging_bytes, 65536);
+  EXPECT_EQ(read({{"NVSHMEM_IB_SL", "3"}}).ib_service_level, 3);
+  EXPECT_EQ(read({{"NVSHMEM_IB_SL", "3"}, {"TURNOUT_IB_SL", "5"}}).ib_service_level, 5);
+  EXPECT_EQ(complaint({{"NVSHMEM_IB_SL", "16"}}), "NVSHMEM_IB_SL is '16', but must be an integer from 0 to 15");
+  const auto lines = [](const std::map<std::string, std::string>& variables) {
+    return aliases_in_use([&](const char* name) -> const char* {
+      const auto found = variables.find(name);
+      return found == variables.end() ? nullptr : found->second.c_str();
+    });
+  };
+  EXPECT_EQ(lines({{"NVSHMEM_IB_SL", "3"}}), std::vector<std::string>{"NVSHMEM_IB_SL=3 is read as TURNOUT_IB_SL=3"});
+  EXPECT_TRUE(lines({{"NVSHMEM_IB_SL", "3"}, {"TURNOUT_IB_SL", "5"}}).empty());
 }
 
 TEST(Env, TheMessageIsWhole) {

@@ -1,0 +1,74 @@
+"""A process of test_jax: ranks over jax.distributed, or one rank of a launcher's.  Arguments: mesh ADDRESS RANK PROCESSES | one"""
+
+import sys
+
+import jax
+import numpy as np
+import turnout
+import turnout.jax as tj
+
+EXPERTS, HIDDEN, TOKENS, TOPK = 8, 16, 6, 2
+CONFIG = dict(num_experts=EXPERTS, hidden=HIDDEN, max_tokens_per_rank=TOKENS, dtype="fp32", max_topk=TOPK, timeout=30.0, busy_timeout=60.0)
+
+
+def problem(num_ranks):
+    rng = np.random.default_rng(7)
+    x = rng.standard_normal((num_ranks * TOKENS, HIDDEN), dtype=np.float32)
+    idx = np.argsort(rng.random((len(x), EXPERTS)), axis=1)[:, :TOPK].astype(np.int32)
+    return x, idx, rng.random(idx.shape, dtype=np.float32)
+
+
+def make_layer(buffer):
+    def layer(x, idx, weights):
+        sent = tj.dispatch(buffer, x, idx, weights, layout="expert_slab")
+        return tj.combine(buffer, 2 * sent.x, sent, weights=sent.topk_weights)
+
+    return layer
+
+
+def check(apply, arrays, expected, num_ranks):
+    """Sums and gradients; `expected` takes this process's part of an array."""
+    x, idx, weights = problem(num_ranks)
+    value, back = jax.vjp(lambda x, weights: apply(x, arrays[1], weights), arrays[0], arrays[2])
+    total = weights.sum(1, keepdims=True)
+    np.testing.assert_allclose(*expected(value, 2 * x * total), rtol=1e-5, atol=1e-5)
+    dx, dw = back(value)
+    np.testing.assert_allclose(*expected(dx, 4 * x * total**2), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(*expected(dw, np.repeat((4 * x * x * total).sum(1, keepdims=True), TOPK, 1)), rtol=1e-4, atol=1e-5)
+
+
+def over_mesh(address, rank, num_processes):
+    jax.config.update("jax_num_cpu_devices", 2)
+    jax.distributed.initialize(address, num_processes, rank)
+    num_ranks = 2 * num_processes
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("expert",))
+    buffer = tj.Buffer(mesh, "expert", **CONFIG)
+    assert buffer.num_ranks == num_ranks and len(buffer.buffers) == 2
+    spec = jax.sharding.PartitionSpec("expert")
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+    arrays = [jax.make_array_from_callback(a.shape, sharding, lambda place, a=a: a[place]) for a in problem(num_ranks)]
+    apply = jax.jit(jax.shard_map(make_layer(buffer), mesh=mesh, in_specs=spec, out_specs=spec))
+
+    def expected(have, want):
+        shards = have.addressable_shards
+        return np.concatenate([shard.data for shard in shards]), np.concatenate([want[shard.index] for shard in shards])
+
+    check(apply, arrays, expected, num_ranks)
+    buffer.close()
+
+
+def of_a_launcher():
+    communicator = turnout.Communicator.from_env()
+    rank, num_ranks = communicator.rank, communicator.num_ranks
+    buffer = tj.Buffer.from_communicator(communicator, **CONFIG)
+    mine = slice(rank * TOKENS, (rank + 1) * TOKENS)
+    arrays = [a[mine] for a in problem(num_ranks)]
+    check(jax.jit(make_layer(buffer)), arrays, lambda have, want: (have, want[mine]), num_ranks)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "mesh":
+        over_mesh(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    else:
+        of_a_launcher()
+    sys.stdout.write("ok\n")
