@@ -68,11 +68,13 @@ class Engines:
         return sum(engine.num_bytes for engine in self._engines.values())
 
     def get(self, num_tokens: int, *, num_experts: int, row_bytes: int, topk: int, side_bytes: int = 0, device: torch.device, kind: str = "") -> Any:
-        """The Buffer for a call. All ranks with the same arguments, but for num_tokens."""
+        """The Buffer for a call. All ranks with the same arguments, but for num_tokens where kind is ''."""
         self._check_open()
         key = (kind, num_experts, device.type)
         engine = self._engines.get(key)
-        needs = {"hidden": -(-row_bytes // 2), "max_topk": topk, "max_side_bytes": side_bytes}
+        needs = {"hidden": max(1, -(-row_bytes // 2)), "max_topk": max(1, topk), "max_side_bytes": side_bytes}
+        if kind:
+            needs["max_tokens_per_rank"] = num_tokens
         if engine is None or any(engine.config[name] < value for name, value in needs.items()):
             engine = self._make(key, needs, engine, num_tokens, device)
         self._last[kind] = engine
@@ -126,10 +128,8 @@ class Engines:
         if old is not None:
             needs = {name: max(value, old.config[name]) for name, value in needs.items()}
         # Twice the size each time, so that growing is rare.
-        engine = turnout.torch.Buffer(
-            self.communicator, num_experts=num_experts, dtype="bf16", max_tokens_per_rank=1 << (tokens - 1).bit_length(), device=device,
-            **needs, **self._options,
-        )  # fmt: skip
+        needs["max_tokens_per_rank"] = 1 << (tokens - 1).bit_length()
+        engine = turnout.torch.Buffer(self.communicator, num_experts=num_experts, dtype="bf16", device=device, **needs, **self._options)
         self._engines[key] = engine
         return engine
 

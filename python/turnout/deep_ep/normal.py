@@ -11,7 +11,7 @@ from torch import Tensor
 from .engine import Engines
 from .routing import align, first_experts, ids_of_ranks, tail
 
-__all__ = ["Handle", "combine_rows", "dispatch_rows"]
+__all__ = ["Handle", "combine_rows", "dispatch_rows", "row_bytes", "side_bytes", "sms", "sum_wide"]
 
 
 class Handle:
@@ -104,7 +104,7 @@ def combine_rows(
     # Tensors of torch's own: DeepEP's results may be held for any time, and a lease would keep others from room.
     out = torch.empty((routing.num_tokens, rows.shape[1]), dtype=rows.dtype, device=rows.device)
     if biases and rows.dtype in (torch.bfloat16, torch.float16):
-        _sum_wide(engine, routing, rows, biases, number, out)
+        sum_wide(engine, routing, rows, biases, number, out)
     else:
         engine.combine(rows, routing, out=out, num_sms=number)
         for each in biases:
@@ -117,7 +117,7 @@ def combine_rows(
     return out, combined
 
 
-def _sum_wide(engine: Any, routing: Any, rows: Tensor, biases: tuple[Tensor, ...], num_sms: int, out: Tensor) -> None:
+def sum_wide(engine: Any, routing: Any, rows: Tensor, biases: tuple[Tensor, ...], num_sms: int, out: Tensor) -> None:
     """Sums in fp32, with one rounding after the bias. Columns go in parts that are no wider in fp32 than the whole is."""
     hidden = rows.shape[1]
     width = max(1, hidden // 2)

@@ -118,6 +118,38 @@ class Ranks:
         rows += [None] * (align(len(rows), alignment) - len(rows))
         return rows, np.array(psum, np.int32), np.array(counts, np.int32)
 
+    def psum_sources(self, rank):
+        return self.prefix_column(rank).astype(np.int32)
+
+    def metadata(self, rank, max_tokens, alignment=None):
+        """recv_src_metadata; alignment: of expanded rows."""
+        topk = self.idx[0].shape[1]
+        made = np.full((len(self.sources(rank)), topk + 2), -1, np.int32)
+        place = {} if alignment is None else {where: row for row, where in enumerate(self.expand(rank, alignment)[0]) if where is not None}
+        for row, (s, t) in enumerate(self.sources(rank)):
+            here = [k for k, expert in enumerate(self.idx[s][t]) if expert >= 0 and self.owner[expert] == rank]
+            made[row, 0] = s * max_tokens + t
+            made[row, 1] = s * topk + here[0]
+            if alignment is not None:
+                for k in here:
+                    made[row, 2 + k] = place[s, t, k]
+        return made
+
+    def reduce(self, rank, rows, alignment=1, rounded=bf16):
+        """Expanded rows of a rank, added for each of its tokens in the order of k: [N, H]."""
+        place = {where: row for row, where in enumerate(self.expand(rank, alignment)[0]) if where is not None}
+        out = np.zeros((len(self.sources(rank)), *rows.shape[1:]), np.float32)
+        for row, (s, t) in enumerate(self.sources(rank)):
+            for k in range(self.idx[s].shape[1]):
+                if (s, t, k) in place:
+                    out[row] += rows[place[s, t, k]]
+        return rounded(out)
+
+    def gathered_weights(self, rank, weight_of):
+        """[T, K]: weight_of(owner, source, token, k), 0 where there is no expert."""
+        ids = self.idx[rank]
+        return np.array([[weight_of(self.owner[e], rank, t, k) if e >= 0 else 0 for k, e in enumerate(row)] for t, row in enumerate(ids)], np.float32).reshape(ids.shape)
+
 
 def quantize(x, power_of_two=False):
     """fp8 rows and fp32 scales of blocks of 128: scale = max(amax, 1e-4) / 448, perhaps rounded up to a power of two."""
