@@ -16,6 +16,8 @@ import sys
 import sysconfig
 from collections.abc import Sequence
 
+from . import __version__
+
 __all__ = ["disable", "enable", "main"]
 
 _NAME = "turnout-deep-ep"
@@ -49,14 +51,13 @@ def enable(target: pathlib.Path | None = None) -> pathlib.Path:
     found = _found(target)
     if found is not None and not _is_ours(found):
         raise Refused(f"there is a deep_ep at {found} that is not Turnout's: remove it first (python -m pip uninstall deep_ep), or use turnout.deep_ep by its own name")
-    version = importlib.metadata.version("turnout")
     files = {
         "deep_ep/__init__.py": _BODY,
-        f"{_info(version)}/METADATA": f"Metadata-Version: 2.1\nName: {_NAME}\nVersion: {version}\nSummary: import deep_ep is Turnout\nRequires-Dist: turnout\n",
-        f"{_info(version)}/INSTALLER": "turnout\n",
-        f"{_info(version)}/top_level.txt": "deep_ep\n",
+        f"{_info(__version__)}/METADATA": f"Metadata-Version: 2.1\nName: {_NAME}\nVersion: {__version__}\nSummary: import deep_ep is Turnout\nRequires-Dist: turnout\n",
+        f"{_info(__version__)}/INSTALLER": "turnout\n",
+        f"{_info(__version__)}/top_level.txt": "deep_ep\n",
     }
-    record = f"{_info(version)}/RECORD"
+    record = f"{_info(__version__)}/RECORD"
     try:
         for old in target.glob("turnout_deep_ep-*.dist-info"):
             shutil.rmtree(old)

@@ -184,10 +184,10 @@ class ElasticBuffer:
                     size = firsts[self.rank_idx + 1] - firsts[self.rank_idx]
                     check_tensor(call, "cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats, (torch.int32,), (size,), rows)
         except InvalidArgument as error:
-            self._engines.refuse("cached" if cached else "dispatch", error, "elastic", getattr(handle, "_engine", None))
+            self._engines.refuse("dispatch", error, "elastic", getattr(handle, "_engine", None))
             raise
         if cached:
-            got = dispatch_again(made, rows, sf, weights, num_sms, use_tma_aligned_col_major_sf)
+            got = self._engines.again(lambda: dispatch_again(made, rows, sf, weights, num_sms, use_tma_aligned_col_major_sf))
         else:
             got = dispatch_call(
                 self._engines, rows, sf, ids, weights, num_experts=experts, max_tokens=most, alignment=alignment,

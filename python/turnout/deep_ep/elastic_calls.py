@@ -33,24 +33,29 @@ def dispatch_call(
     num_sms: int, expand: bool, exact: bool, zero_padding: bool, column_major: bool,
 ) -> Received:  # fmt: skip
     topk, device = ids.shape[1], rows.device
-    engine = engines.get(
-        max_tokens, kind="elastic", num_experts=num_experts, row_bytes=row_bytes(rows, topk), topk=topk, side_bytes=4 + 8 * topk + side_bytes(sf), device=device
-    )
-    num_ranks = engine.num_ranks
+    rank, num_ranks = engines.communicator.rank, engines.communicator.num_ranks
     num_local = -(-num_experts // num_ranks)  # the most of any rank: all of them give the same capacity
     origins = num_ranks * max_tokens
     most = align(origins * min(topk, num_local) + (alignment - 1) * num_local, alignment) if expand else origins
-    origin = torch.arange(len(rows), dtype=torch.int32, device=device)[:, None] + engine.rank * max_tokens
+    origin = torch.arange(len(rows), dtype=torch.int32, device=device)[:, None] + rank * max_tokens
     # Along with a row: what its token chose, if the row must find itself in there; else the weights, which DeepEP leaves as they are.
     extra = (ids.to(torch.int32),) if expand else () if weights is None else (weights.to(torch.float32),)
-    result = engine.dispatch(
-        rows, ids, weights if expand else None, side=(origin, *extra, *(() if sf is None else (sf,))), layout="expert_major" if expand else "rank_major",
-        capacity=None if exact else most, expert_alignment=alignment if expand else 1, num_sms=sms(num_sms, rows),
+    side = (origin, *extra, *(() if sf is None else (sf,)))
+
+    def issue(engine: Any) -> Any:
+        return engine.dispatch(
+            rows, ids, weights if expand else None, side=side, layout="expert_major" if expand else "rank_major",
+            capacity=None if exact else most, expert_alignment=alignment if expand else 1, num_sms=sms(num_sms, rows),
+        )  # fmt: skip
+
+    engine, result = engines.dispatch(
+        issue, kind="elastic", num_experts=num_experts, tokens=max_tokens, row_bytes=row_bytes(rows, topk), topk=topk,
+        side_bytes=4 + 8 * topk + side_bytes(sf), device=device,
     )  # fmt: skip
     x, counts = result.x.contiguous(), result.expert_counts
     came = result.side[0][:, 0]
     if expand:
-        first = first_experts(num_experts, num_ranks)[engine.rank]
+        first = first_experts(num_experts, num_ranks)[rank]
         expanded = expanded_rows(len(x), counts, result.expert_offsets, came, result.side[1], first, origins)
         metadata, sums = source_metadata(expanded, origins, max_tokens, topk, exact)
         psum_ranks = sums[max_tokens - 1 :: max_tokens].to(torch.int32)
@@ -59,7 +64,7 @@ def dispatch_call(
         if zero_padding:
             for each in (x, got_weights, *result.side[2:]):
                 if each is not None:
-                    each[~expanded.is_row] = 0
+                    _clear(each, expanded.is_row)
     else:
         expanded = None
         got_idx = result.topk_idx.to(ids.dtype)
@@ -134,6 +139,11 @@ def _spread(expanded: Expanded, metadata: Tensor, rows: Tensor, weights: Tensor 
     apart = weights.new_zeros(len(expanded.origin) + 1)
     apart[torch.where(places < 0, len(expanded.origin), places)] = weights[: len(places)]
     return spread[:-1], apart[:-1]
+
+
+def _clear(rows: Tensor, is_row: Tensor) -> None:
+    words = rows.view(torch.uint8) if rows.element_size() == 1 else rows
+    words.masked_fill_(~is_row if rows.dim() == 1 else ~is_row[:, None], 0)
 
 
 def _scales(arrived: Tensor, column_major: bool) -> Tensor:

@@ -1,9 +1,9 @@
 """The Buffers of Turnout behind an object of deep_ep.
 
-DeepEP's constructors do not know the experts, the width of rows or the tokens of a call, and Turnout's Buffer is made for all three. So one is
-made by the first call that needs it, and made anew by a call that needs more. What a call needs is the same on all ranks, and so they come to
-that together, but for the number of tokens: a rank with more than there is room for refuses the call, by which all ranks hear of it, and
-agree on a size before they call again.
+DeepEP's constructors do not know the experts, the width of rows or the tokens of a call, and Turnout's Buffer is made for all of them. So one
+is made by the first call that needs it, and made anew for a call that needs more. A rank whose call needs more refuses it first, by which all
+ranks hear of it; then they tell each other what they need, and make the call again on a Buffer with room for all. This is also the way in which
+a rank that finds its arguments wrong tells the others.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ..errors import InvalidArgument
 __all__ = ["Engines", "communicator_of", "size_of"]
 
 T = TypeVar("T")
+_GONE = "this buffer was destroyed: make a new one"
 
 
 def communicator_of(group: Any, comm: Any = None) -> turnout.Communicator:
@@ -59,6 +60,7 @@ class Engines:
         self.communicator = communicator
         self._options = options
         self._engines: dict[Any, turnout.torch.Buffer] = {}
+        self._limits: dict[Any, dict[str, int]] = {}  # of each, and the same
         self._last: dict[str, turnout.torch.Buffer] = {}  # by kind, the one of the latest call
         self._closed = False
 
@@ -67,47 +69,64 @@ class Engines:
         """Symmetric memory of this rank in all of them."""
         return sum(engine.num_bytes for engine in self._engines.values())
 
-    def get(self, num_tokens: int, *, num_experts: int, row_bytes: int, topk: int, side_bytes: int = 0, device: torch.device, kind: str = "") -> Any:
-        """The Buffer for a call. All ranks with the same arguments, but for num_tokens where kind is ''."""
-        self._check_open()
+    def dispatch(
+        self, issue: Callable[[Any], T], *, num_experts: int, tokens: int, row_bytes: int, topk: int, side_bytes: int, device: torch.device, kind: str = ""
+    ) -> tuple[Any, T]:
+        """A Buffer with room for what this call is on any rank, and issue(Buffer). Collective: issue makes one dispatch.
+
+        kind: calls of one kind share a Buffer if their num_experts are the same."""
+        if self._closed:
+            raise InvalidArgument(_GONE)
+        needs = {"max_tokens_per_rank": max(1, tokens), "hidden": max(1, -(-row_bytes // 2)), "max_topk": max(1, topk), "max_side_bytes": side_bytes}
         key = (kind, num_experts, device.type)
         engine = self._engines.get(key)
-        needs = {"hidden": max(1, -(-row_bytes // 2)), "max_topk": max(1, topk), "max_side_bytes": side_bytes}
-        if kind:
-            needs["max_tokens_per_rank"] = num_tokens
-        if engine is None or any(engine.config[name] < value for name, value in needs.items()):
-            engine = self._make(key, needs, engine, num_tokens, device)
-        self._last[kind] = engine
-        return engine
-
-    def dispatch(self, issue: Callable[[Any], T], num_tokens: int, **needs: Any) -> tuple[Any, T]:
-        """The Buffer and issue(Buffer), with room for the tokens of every rank."""
-        engine = self.get(num_tokens, **needs)
-        try:
-            return engine, issue(engine)
-        except InvalidArgument:
-            # Raised on all ranks, so all of them come here.
-            limit = engine.config["max_tokens_per_rank"]
-            if self._agree(num_tokens) <= limit:
-                raise
-        kind = needs.get("kind", "")
-        key = (kind, needs["num_experts"], needs["device"].type)
-        config = {name: engine.config[name] for name in ("hidden", "max_topk", "max_side_bytes")}
-        self._last[kind] = engine = self._make(key, config, engine, num_tokens, needs["device"])
+        if engine is not None:
+            self._last[kind] = engine
+            limits = self._limits[key]
+            if _fits(limits, needs):
+                try:
+                    return engine, issue(engine)
+                except InvalidArgument:
+                    # Raised on all ranks, so all of them come here.
+                    wanted = self._agree(needs)
+                    if _fits(limits, wanted):
+                        raise
+                    needs = wanted
+            else:
+                engine._refuse("dispatch", 0)
+                needs = self._agree(needs)
+            needs = {name: max(value, limits[name]) for name, value in needs.items()}
+        else:
+            needs = self._agree(needs)
+        # Twice the tokens each time, so that growing is rare.
+        needs["max_tokens_per_rank"] = 1 << (needs["max_tokens_per_rank"] - 1).bit_length()
+        engine = turnout.torch.Buffer(self.communicator, num_experts=num_experts, dtype="bf16", device=device, **needs, **self._options)
+        self._engines[key] = self._last[kind] = engine
+        self._limits[key] = needs
         return engine, issue(engine)
+
+    def again(self, issue: Callable[[], T]) -> T:
+        """issue(), a dispatch with a handle: it needs no more room than the handle's own, but is refused like any."""
+        if self._closed:
+            raise InvalidArgument(_GONE)
+        try:
+            return issue()
+        except InvalidArgument:
+            self._agree({})
+            raise
 
     def refuse(self, call: str, error: Exception, kind: str = "", engine: Any = None) -> None:
         """Before this rank raises what it found wrong by itself: the others hear that it does not make the call, and raise, too.
 
-        call: 'dispatch', 'cached' (a dispatch with a handle) or 'combine'. engine: that of the handle, if there is one."""
+        call: 'dispatch' or 'combine'. engine: that of the handle, if there is one."""
         if self._closed:
             return
         engine = engine or self._last.get(kind)
         if engine is not None:
             engine._refuse("combine" if call == "combine" else "dispatch", 0)
-        if call == "dispatch" and (engine is None or kind == ""):
+        if call == "dispatch":
             try:
-                self._agree(0, error)  # as the others do: to make their first Buffer, or because they were refused
+                self._agree({}, error)
             except InvalidArgument:
                 pass
 
@@ -118,26 +137,15 @@ class Engines:
             engine.close()
         self._engines.clear()
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise InvalidArgument("this buffer was destroyed: make a new one")
-
-    def _make(self, key: Any, needs: dict[str, int], old: Any, num_tokens: int, device: torch.device) -> Any:
-        _, num_experts, _ = key
-        tokens = max(1, self._agree(num_tokens), old.config["max_tokens_per_rank"] if old is not None else 0)
-        if old is not None:
-            needs = {name: max(value, old.config[name]) for name, value in needs.items()}
-        # Twice the size each time, so that growing is rare.
-        needs["max_tokens_per_rank"] = 1 << (tokens - 1).bit_length()
-        engine = turnout.torch.Buffer(self.communicator, num_experts=num_experts, dtype="bf16", device=device, **needs, **self._options)
-        self._engines[key] = engine
-        return engine
-
-    def _agree(self, num_tokens: int, error: Exception | None = None) -> int:
-        """The most tokens of any rank. Collective; raises if a rank found something wrong."""
-        mine = {"tokens": num_tokens, "error": None if error is None else str(error)}
+    def _agree(self, needs: dict[str, int], error: Exception | None = None) -> dict[str, int]:
+        """The most that any rank needs. Collective; raises if a rank found something wrong."""
+        mine = {"needs": needs, "error": None if error is None else str(error)}
         answers = [json.loads(answer) for answer in self.communicator.all_gather(json.dumps(mine).encode())]
         for rank, answer in enumerate(answers):
             if answer["error"] is not None:
                 raise InvalidArgument(f"refused by rank {rank}: {answer['error']}")
-        return max(answer["tokens"] for answer in answers)
+        return {name: max(answer["needs"].get(name, 0) for answer in answers) for name in needs}
+
+
+def _fits(limits: dict[str, int], needs: dict[str, int]) -> bool:
+    return all(limits[name] >= value for name, value in needs.items())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -84,8 +83,8 @@ class HybridEPBuffer:
         hidden: [T, H], with scaling_factor [T, packs] if it is of one byte. routing_map: bool [T, E] with probs fp32 [T, E]; or topk_idx
         and topk_weights [T, K]; or the handle of an earlier dispatch.
         num_permuted_tokens: rows of the result, whatever comes (those beyond are dropped); None: those that come.
-        pad_multiple: groups are padded with rows of zeros to multiples of it. non_blocking: with routing_map, no word between hosts beforehand:
-        then a token may have 64 experts at most.
+        pad_multiple: groups are padded with rows of zeros to multiples of it. non_blocking: the host does not read the map, whose tokens
+        may have 64 experts at most then.
 
         Returns hidden [P, H], probs [P] (None without), scaling_factor [P, packs] (None without), tokens_per_expert int64 [Le], padding included,
         and handle, whose last part is int32 [1]: not 0 if rows were dropped.
@@ -107,31 +106,32 @@ class HybridEPBuffer:
                 if num_permuted_tokens is not None:
                     check_number(call, "num_permuted_tokens", num_permuted_tokens)
         except InvalidArgument as error:
-            # Before a map is given to Turnout the ranks have a word with each other, and may hear of it there.
-            if handle is None and routing_map is not None and not non_blocking:
-                self._refuse_word(error)
-            else:
-                self._engines.refuse("cached" if handle is not None else "dispatch", error, _KIND, None if made is None else made.engine)
+            self._engines.refuse("dispatch", error, _KIND, None if made is None else made.engine)
             raise
         side = () if scaling_factor is None else (scaling_factor,)
         number = sms(self._num_sms[0], rows)
         if made is not None:
-            result = made.engine.dispatch(rows, handle=made.handle, side=side, num_sms=number)
+            routing = made
+            result = self._engines.again(lambda: routing.engine.dispatch(rows, handle=routing.handle, side=side, num_sms=number))
             got_probs = None
         else:
-            if routing_map is not None:
-                ids, weights = _chosen(ids, weights, min(experts, _MOST_TOPK) if non_blocking else self._most(ids))
-            topk = ids.shape[1]
-            engine = self._engines.get(
-                self.max_num_of_tokens_per_rank, kind=_KIND, num_experts=experts, row_bytes=row_bytes(rows, topk), topk=topk,
+            is_map = routing_map is not None
+            topk = ids.shape[1] if not is_map else min(experts, _MOST_TOPK) if non_blocking else _most(ids)
+
+            def issue(engine: Any) -> Any:
+                # Of a map, as many experts for every token as there is room for: the same number on all ranks.
+                given = _chosen(ids, weights, min(experts, engine.config["max_topk"])) if is_map else (ids, weights)
+                return given[0], engine.dispatch(
+                    rows, *given, side=side, layout="expert_major", capacity=num_permuted_tokens, expert_alignment=alignment, num_sms=number
+                )
+
+            engine, (given_ids, result) = self._engines.dispatch(
+                issue, kind=_KIND, num_experts=experts, tokens=self.max_num_of_tokens_per_rank, row_bytes=row_bytes(rows, topk), topk=topk,
                 side_bytes=side_bytes(scaling_factor), device=rows.device,
             )  # fmt: skip
-            result = engine.dispatch(
-                rows, ids, weights, side=side, layout="expert_major", capacity=num_permuted_tokens, expert_alignment=alignment, num_sms=number
-            )
             got_probs = result.topk_weights
             sizes = result.expert_offsets.diff()
-            made = _Routing(engine, result.handle, ids, experts, sizes)
+            made = _Routing(engine, result.handle, given_ids, experts, sizes)
             handle = (made, len(rows), experts, (result.num_dropped > 0).to(torch.int32))
         return result.x.contiguous(), got_probs, result.side[0].contiguous() if side else None, made.sizes, handle
 
@@ -186,24 +186,6 @@ class HybridEPBuffer:
         ids = check_ids(call, topk_idx, rows)
         return ids, None if topk_weights is None else check_weights(call, topk_weights, ids)
 
-    def _most(self, chosen: Tensor) -> int:
-        """The most experts that a token of any rank has."""
-        mine = int(chosen.sum(1).max()) if len(chosen) else 0
-        return max(1, self._word({"most": mine, "error": None}))
-
-    def _refuse_word(self, error: Exception) -> None:
-        try:
-            self._word({"most": 0, "error": str(error)})
-        except InvalidArgument:
-            pass
-
-    def _word(self, mine: dict[str, Any]) -> int:
-        answers = [json.loads(answer) for answer in self._engines.communicator.all_gather(json.dumps(mine).encode())]
-        for rank, answer in enumerate(answers):
-            if answer["error"] is not None:
-                raise InvalidArgument(f"refused by rank {rank}: {answer['error']}")
-        return max(answer["most"] for answer in answers)
-
 
 class _Routing:
     def __init__(self, engine: turnout.Buffer, handle: Any, ids: Tensor, num_experts: int, sizes: Tensor) -> None:
@@ -214,6 +196,11 @@ def _require_handle(call: str, handle: Any) -> _Routing:
     if not isinstance(handle, tuple) or not handle or not isinstance(handle[0], _Routing):
         raise InvalidArgument(f"{call}: handle is {describe(handle)}, but must be the handle that dispatch_with_permute returned")
     return handle[0]
+
+
+def _most(chosen: Tensor) -> int:
+    """The most experts that a token of this rank has."""
+    return int(chosen.sum(1).max()) if len(chosen) else 0
 
 
 def _chosen(chosen: Tensor, probs: Tensor | None, topk: int) -> tuple[Tensor, Tensor | None]:

@@ -174,10 +174,10 @@ class Buffer(LowLatencyCalls):
                 num_experts = _num_experts(num_tokens_per_expert, rows)
                 ids, weights = self._routing(rows, topk_idx, topk_weights, is_token_in_rank)
         except InvalidArgument as error:
-            self._engines.refuse("cached" if cached else "dispatch", error)
+            self._engines.refuse("dispatch", error, "", handle.engine if isinstance(handle, Handle) else None)
             raise
         if cached:
-            got = handle.again(rows, scales, num_sms)
+            got = self._engines.again(lambda: handle.again(rows, scales, num_sms))
             return got, None, None, None, None, finished(async_finish, (rows, got))
         result = dispatch_rows(
             self._engines, rows, scales, ids, weights, num_experts=num_experts, alignment=expert_alignment, capacity=num_worst_tokens, num_sms=num_sms,
@@ -213,7 +213,7 @@ class Buffer(LowLatencyCalls):
                 weights = check_tensor("combine", "topk_weights", topk_weights, (torch.float32,), (rows.shape[0], None), rows).contiguous()
             biases = check_bias(bias, handle.num_tokens, rows)
         except InvalidArgument as error:
-            self._engines.refuse("combine", error)
+            self._engines.refuse("combine", error, "", handle.engine if isinstance(handle, Handle) else None)
             raise
         out, combined = combine_rows(handle.engine, handle.routing, rows, weights, biases, num_sms)
         return out, combined, finished(async_finish, (rows, out))

@@ -89,21 +89,26 @@ class LowLatencyCalls:
         tokens, hidden = rows.shape
         topk, device = ids.shape[1], rows.device
         capacity = self.group_size * num_max_dispatch_tokens_per_rank
-        engine = self._engines.get(
-            num_max_dispatch_tokens_per_rank * max(1, topk), kind=_KIND, num_experts=num_experts, row_bytes=hidden * max(2, rows.element_size()), topk=1,
-            side_bytes=8, device=device,
-        )  # fmt: skip
         received = torch.empty((num_local, capacity, hidden), dtype=torch.float8_e4m3fn if use_fp8 else rows.dtype, device=device)
         counts = torch.empty(num_local, dtype=torch.int32, device=device)
         source = torch.empty((num_local, capacity), dtype=torch.int32, device=device)
         ranges = torch.empty((num_local, self.group_size), dtype=torch.int64, device=device)
         scales = _empty_scales(num_local, capacity, hidden, use_ue8m0, device) if use_fp8 else None
-        routing = source._turnout_routing = Routing(engine)  # type: ignore[attr-defined]
-        pending = engine.dispatch_async(
-            rows.repeat_interleave(topk, 0) if topk != 1 else rows, self._unmasked(ids, num_experts).reshape(-1, 1), side=(self._origin(tokens, topk, device),),
-            layout="expert_slab", capacity=capacity, out=received, mode="low_latency",
-            quantize="none" if not use_fp8 else "fp8_e4m3_ue8m0" if round_scale else "fp8_e4m3",
+        quantize = "none" if not use_fp8 else "fp8_e4m3_ue8m0" if round_scale else "fp8_e4m3"
+        every = rows.repeat_interleave(topk, 0) if topk != 1 else rows
+        each = self._unmasked(ids, num_experts).reshape(-1, 1)
+        origin = self._origin(tokens, topk, device)
+
+        def issue(engine: Any) -> Any:
+            return engine.dispatch_async(
+                every, each, side=(origin,), layout="expert_slab", capacity=capacity, out=received, mode="low_latency", quantize=quantize
+            )
+
+        engine, pending = self._engines.dispatch(
+            issue, kind=_KIND, num_experts=num_experts, tokens=num_max_dispatch_tokens_per_rank * max(1, topk),
+            row_bytes=hidden * max(2, rows.element_size()), topk=1, side_bytes=8, device=device,
         )  # fmt: skip
+        routing = source._turnout_routing = Routing(engine)  # type: ignore[attr-defined]
 
         def receive() -> None:
             start = time.perf_counter_ns()

@@ -71,7 +71,7 @@ def dispatch_rows(
         return engine.dispatch(rows, chosen, weights, side=side, capacity=capacity or None, num_sms=sms(num_sms, rows))
 
     engine, result = engines.dispatch(
-        issue, rows.shape[0], num_experts=num_experts, row_bytes=row_bytes(rows, chosen.shape[1]), topk=chosen.shape[1],
+        issue, tokens=rows.shape[0], num_experts=num_experts, row_bytes=row_bytes(rows, chosen.shape[1]), topk=chosen.shape[1],
         side_bytes=side_bytes(scales), device=rows.device,
     )  # fmt: skip
     got, got_idx, got_weights = result.x.contiguous(), result.topk_idx.to(chosen.dtype), result.topk_weights

@@ -34,7 +34,8 @@ def layout(ids: Tensor, num_experts: int, num_ranks: int) -> tuple[Tensor, Tenso
     """num_tokens_per_rank, num_tokens_per_rdma_rank (None: one node), num_tokens_per_expert, is_token_in_rank."""
     wide = ids.to(torch.int64)
     known = torch.where(wide < 0, num_experts, wide)
-    per_expert = torch.bincount(known.flatten(), minlength=num_experts + 1)[:num_experts].to(torch.int32)
+    flat = known.flatten()
+    per_expert = torch.zeros(num_experts + 1, dtype=torch.int32, device=ids.device).scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))[:-1]
     to_rank = owners(num_experts, num_ranks, ids.device)[known]
     in_rank = torch.zeros((ids.shape[0], num_ranks + 1), dtype=torch.bool, device=ids.device).scatter_(1, to_rank, True)[:, :num_ranks].contiguous()
     per_node = None
