@@ -230,7 +230,7 @@ class ElasticBuffer:
                 if made.do_expand and not self.allow_multiple_reduction:
                     raise InvalidArgument("combine: topk_weights of expanded rows need allow_multiple_reduction=True, as in DeepEP")
             biases = check_bias(bias, len(made.topk_idx), rows)
-            if made.do_expand and made._expanded is None:
+            if made.do_expand and not made._is_expanded:
                 raise InvalidArgument("combine: handle.do_expand was set, but its dispatch had do_expand=False")
         except InvalidArgument as error:
             self._engines.refuse("combine", error, "elastic", getattr(handle, "_engine", None))
@@ -313,7 +313,7 @@ def _returned(got: Received, event: EventOverlap) -> tuple[Any, Tensor | None, T
 
 
 def _require_handle(call: str, handle: Any) -> EPHandle:
-    if not isinstance(handle, EPHandle) or handle._engine is None:
+    if not isinstance(handle, EPHandle):
         raise InvalidArgument(f"{call}: handle is {describe(handle)}, but must be the EPHandle that dispatch returned")
     return handle
 

@@ -5,6 +5,8 @@ The origin of a row travels with it, and so do the weights of its token where al
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,10 +39,10 @@ def dispatch_call(
     num_local = -(-num_experts // num_ranks)  # the most of any rank: all of them give the same capacity
     origins = num_ranks * max_tokens
     most = align(origins * min(topk, num_local) + (alignment - 1) * num_local, alignment) if expand else origins
-    origin = torch.arange(len(rows), dtype=torch.int32, device=device)[:, None] + rank * max_tokens
+    numbers = _numbers(rank * max_tokens, len(rows), device)
     # Along with a row: what its token chose, if the row must find itself in there; else the weights, which DeepEP leaves as they are.
     extra = (ids.to(torch.int32),) if expand else () if weights is None else (weights.to(torch.float32),)
-    side = (origin, *extra, *(() if sf is None else (sf,)))
+    side = (numbers, *extra, *(() if sf is None else (sf,)))
 
     def issue(engine: Any) -> Any:
         return engine.dispatch(
@@ -52,58 +54,83 @@ def dispatch_call(
         issue, kind="elastic", num_experts=num_experts, tokens=max_tokens, row_bytes=row_bytes(rows, topk), topk=topk,
         side_bytes=4 + 8 * topk + side_bytes(sf), device=device,
     )  # fmt: skip
-    x, counts = result.x.contiguous(), result.expert_counts
-    came = result.side[0][:, 0]
+    # Copies of what is small: an array of a result keeps all of its memory, rows included.
+    x, counts, origin = result.x.contiguous(), result.expert_counts.clone(), result.side[0][:, 0].clone()
+    got_idx, got_weights = None, None
     if expand:
-        first = first_experts(num_experts, num_ranks)[rank]
-        expanded = expanded_rows(len(x), counts, result.expert_offsets, came, result.side[1], first, origins)
-        metadata, sums = source_metadata(expanded, origins, max_tokens, topk, exact)
-        psum_ranks = sums[max_tokens - 1 :: max_tokens].to(torch.int32)
-        psum_experts = (result.expert_offsets[:-1] + counts).to(torch.int32)
-        got_idx, got_weights = None, result.topk_weights
-        if zero_padding:
-            for each in (x, got_weights, *result.side[2:]):
-                if each is not None:
-                    _clear(each, expanded.is_row)
+        late = _late_of_expanded(result, len(x), counts, origin, first_experts(num_experts, num_ranks)[rank], origins, max_tokens, topk, exact)
+        if weights is not None:
+            got_weights = result.topk_weights.clone()
     else:
-        expanded = None
-        got_idx = result.topk_idx.to(ids.dtype)
+        local = result.topk_idx.clone()
         if not exact:
-            got_idx.masked_fill_(tail(most, result.num_rows, device), -1)
-        got_weights = result.side[1].contiguous() if extra else None
-        metadata = _metadata(came, got_idx, max_tokens)
-        psum_ranks = result.arrived.cumsum(0).to(torch.int32)
-        psum_experts = ((counts + alignment - 1) // alignment * alignment).cumsum(0).to(torch.int32)
+            local.masked_fill_(tail(most, result.num_rows, device), -1)
+        late = _late_of_tokens(result, counts, origin, local, max_tokens, alignment)
+        got_idx = local.to(ids.dtype, copy=True)
+        if weights is not None:
+            got_weights = result.side[1].clone()
     handle = EPHandle(
-        do_expand=expand, num_experts=num_experts, expert_alignment=alignment, num_max_tokens_per_rank=max_tokens, num_sms=num_sms, topk_idx=ids,
-        num_recv_tokens=len(metadata), num_expanded_tokens=len(x) if expand else 0,
+        engine, result.handle, expand, late, do_expand=expand, num_experts=num_experts, expert_alignment=alignment, num_max_tokens_per_rank=max_tokens,
+        num_sms=num_sms, topk_idx=ids, num_expanded_tokens=len(x) if expand else 0, num_unaligned_recv_tokens_per_expert=counts,
         num_recv_tokens_per_expert_list=[align(count, alignment) for count in counts.tolist()] if exact else [],
-        psum_num_recv_tokens_per_scaleup_rank=psum_ranks, psum_num_recv_tokens_per_expert=psum_experts, num_unaligned_recv_tokens_per_expert=counts,
-        recv_src_metadata=metadata, _engine=engine, _routing=result.handle, _expanded=expanded, _recv_topk_idx=got_idx,
     )  # fmt: skip
-    return Received(x, None if sf is None else _scales(result.side[-1], column_major), got_idx, got_weights, handle)
+    got_sf = None if sf is None else _scales(result.side[-1], column_major)
+    if zero_padding and expand:
+        for each in (x, got_weights, got_sf):
+            if each is not None:
+                _clear(each, handle._expanded.is_row)
+    return Received(x, got_sf, got_idx, got_weights, handle)
+
+
+Late = dict[str, Callable[[EPHandle], Any]]
+
+
+def _late_of_expanded(
+    result: Any, rows: int, counts: Tensor, origin: Tensor, first_expert: int, origins: int, max_tokens: int, topk: int, exact: bool
+) -> Late:
+    offsets, chosen = result.expert_offsets.clone(), result.side[1].clone()
+    return {
+        "_expanded": lambda handle: expanded_rows(rows, counts, offsets, origin, chosen, first_expert, origins),
+        "_tokens": lambda handle: source_metadata(handle._expanded, origins, max_tokens, topk, exact),
+        "recv_src_metadata": lambda handle: handle._tokens[0],
+        "num_recv_tokens": lambda handle: len(handle._tokens[0]),
+        "psum_num_recv_tokens_per_scaleup_rank": lambda handle: handle._tokens[1][max_tokens - 1 :: max_tokens].to(torch.int32),
+        "psum_num_recv_tokens_per_expert": lambda handle: (offsets[:-1] + counts).to(torch.int32),
+    }
+
+
+def _late_of_tokens(result: Any, counts: Tensor, origin: Tensor, local_ids: Tensor, max_tokens: int, alignment: int) -> Late:
+    arrived = result.arrived.clone()
+    return {
+        "_recv_topk_idx": lambda handle: local_ids,
+        "recv_src_metadata": lambda handle: _metadata(origin, local_ids, max_tokens),
+        "num_recv_tokens": lambda handle: len(origin),
+        "psum_num_recv_tokens_per_scaleup_rank": lambda handle: arrived.cumsum(0).to(torch.int32),
+        "psum_num_recv_tokens_per_expert": lambda handle: ((counts + alignment - 1) // alignment * alignment).cumsum(0).to(torch.int32),
+    }
 
 
 def dispatch_again(handle: EPHandle, rows: Tensor, sf: Tensor | None, weights: Tensor | None, num_sms: int, column_major: bool) -> Received:
     side = [each for each in (None if weights is None else weights.to(torch.float32), sf) if each is not None]
     result = handle._engine.dispatch(rows, handle=handle._routing, side=side, num_sms=sms(num_sms or handle.num_sms, rows))
     x = result.x.contiguous()
+    got_idx = None if handle._is_expanded else handle._recv_topk_idx.to(handle.topk_idx.dtype, copy=True)
     got_weights = None
     if weights is not None:
         got_weights = result.side[0].contiguous()
-        if handle._expanded is not None:
+        if handle._is_expanded:
             got_weights = got_weights.gather(1, handle._expanded.k[:, None])[:, 0].masked_fill_(~handle._expanded.is_row, 0)
-    return Received(x, None if sf is None else _scales(result.side[-1], column_major), handle._recv_topk_idx, got_weights, handle)
+    return Received(x, None if sf is None else _scales(result.side[-1], column_major), got_idx, got_weights, handle)
 
 
 def combine_call(
     handle: EPHandle, rows: Tensor, weights: Tensor | None, biases: tuple[Tensor, ...], num_sms: int, multiple: bool
 ) -> tuple[Tensor, Tensor | None]:
     engine, routing, number = handle._engine, handle._routing, sms(num_sms, rows)
-    if handle._expanded is not None and not handle.do_expand:
+    if handle._is_expanded and not handle.do_expand:
         # Reduced by the caller, who says so by taking do_expand back: one row per token stands for all of its expanded ones.
         rows, weights = _spread(handle._expanded, handle.recv_src_metadata, rows, weights)
-    wire = "payload" if multiple or handle._expanded is None else "rows"
+    wire = "payload" if multiple or not handle._is_expanded else "rows"
     out = torch.empty((routing.num_tokens, rows.shape[1]), dtype=rows.dtype, device=rows.device)
     if biases and rows.dtype in (torch.bfloat16, torch.float16):
         sum_wide(engine, routing, rows, biases, number, out)
@@ -115,6 +142,12 @@ def combine_call(
     for each in biases:
         out += each
     return out, None if weights is None else got.side.contiguous()
+
+
+@functools.lru_cache(maxsize=32)
+def _numbers(first: int, tokens: int, device: torch.device) -> Tensor:
+    """int32 [T, 1]: the numbers of this rank's tokens among those of all ranks."""
+    return torch.arange(first, first + tokens, dtype=torch.int32, device=device).unsqueeze(1)
 
 
 def _metadata(origin: Tensor, local_ids: Tensor, max_tokens: int) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,9 +12,9 @@ from torch import Tensor
 __all__ = ["EPHandle", "Expanded", "expanded_rows", "source_metadata"]
 
 
-@dataclass(eq=False)
 class EPHandle:
-    """R ranks, Le local experts, M most tokens of a rank. Without a wait for counts numbers of rows are the most there can be."""
+    """R ranks, Le local experts, M most tokens of a rank. Attributes may be read and set. Some are made when they are first read, which is not
+    free. Without a wait for counts numbers of rows are the most there can be."""
 
     do_expand: bool
     num_experts: int
@@ -28,14 +29,22 @@ class EPHandle:
     psum_num_recv_tokens_per_expert: Tensor  #: int32 [Le]: end of each expert's rows (expanded), else sums of rounded counts
     num_unaligned_recv_tokens_per_expert: Tensor  #: int32 [Le]
     recv_src_metadata: Tensor  #: int32 [N, K + 2]: source rank * M + token, source rank * K + its first k here, expanded row of each k or -1
-    dst_buffer_slot_idx: Tensor | None = None  #: DeepEP's own
-    token_metadata_at_forward: Tensor | None = None  #: DeepEP's own
-    channel_linked_list: Tensor | None = None  #: DeepEP's own
-    cached_recv_src_metadata_before_sort: Tensor | None = None  #: DeepEP's own
-    _engine: Any = field(default=None, repr=False)
-    _routing: Any = field(default=None, repr=False)
-    _expanded: Expanded | None = field(default=None, repr=False)
-    _recv_topk_idx: Tensor | None = field(default=None, repr=False)
+    dst_buffer_slot_idx: Tensor | None = None  #: DeepEP's own, as the three below
+    token_metadata_at_forward: Tensor | None = None
+    channel_linked_list: Tensor | None = None
+    cached_recv_src_metadata_before_sort: Tensor | None = None
+
+    def __init__(self, engine: Any, routing: Any, is_expanded: bool, late: dict[str, Callable[[EPHandle], Any]], **known: Any) -> None:
+        # late: functions of the handle, which do not hold it.
+        self._engine, self._routing, self._is_expanded, self._late = engine, routing, is_expanded, late
+        self.__dict__.update(known)
+
+    def __getattr__(self, name: str) -> Any:
+        late = self.__dict__.get("_late", {})
+        if name not in late:
+            raise AttributeError(f"EPHandle has no attribute {name!r}")
+        value = self.__dict__[name] = late[name](self)
+        return value
 
 
 @dataclass(eq=False)

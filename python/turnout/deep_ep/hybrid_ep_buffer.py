@@ -121,15 +121,16 @@ class HybridEPBuffer:
             def issue(engine: Any) -> Any:
                 # Of a map, as many experts for every token as there is room for: the same number on all ranks.
                 given = _chosen(ids, weights, min(experts, engine.config["max_topk"])) if is_map else (ids, weights)
-                return given[0], engine.dispatch(
+                return *given, engine.dispatch(
                     rows, *given, side=side, layout="expert_major", capacity=num_permuted_tokens, expert_alignment=alignment, num_sms=number
                 )
 
-            engine, (given_ids, result) = self._engines.dispatch(
+            engine, (given_ids, given_weights, result) = self._engines.dispatch(
                 issue, kind=_KIND, num_experts=experts, tokens=self.max_num_of_tokens_per_rank, row_bytes=row_bytes(rows, topk), topk=topk,
                 side_bytes=side_bytes(scaling_factor), device=rows.device,
             )  # fmt: skip
-            got_probs = result.topk_weights
+            # A copy: an array of a result keeps all of its memory, rows included.
+            got_probs = None if given_weights is None else result.topk_weights.clone()
             sizes = result.expert_offsets.diff()
             made = _Routing(engine, result.handle, given_ids, experts, sizes)
             handle = (made, len(rows), experts, (result.num_dropped > 0).to(torch.int32))

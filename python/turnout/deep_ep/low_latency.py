@@ -6,8 +6,9 @@ with that one expert: combine brings every expert's row back as it is, and the w
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,12 +27,41 @@ _ROWS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Routing:
-    """What combine needs to know of a dispatch. It hangs on the first tensor of the handle, which some callers take apart and put together."""
+    """What combine needs to know of a dispatch. It hangs on the first tensor of a handle, which some callers take apart and put together."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, device: torch.device) -> None:
         self.engine = engine
+        self.device = device
         self.handle: Any = None  # when the dispatch was received
         self.combine_buffer: Tensor | None = None
+
+
+class LowLatencyHandle(Sequence):
+    """(src_info int32 [Le, R * M], layout_range int64 [Le, R], M, hidden, num_experts). The tensors are made when somebody asks for them."""
+
+    def __init__(self, routing: Routing, max_tokens: int, hidden: int, num_experts: int) -> None:
+        self.routing = routing
+        self.sizes = max_tokens, hidden, num_experts
+        self.origin: Tensor | None = None  # (source rank, token) of every row, when they have come
+        self.counts: Tensor | None = None
+        self.tensors: tuple[Tensor, Tensor] | None = None
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return tuple(self)[place]
+        if not -5 <= place < 5:
+            raise IndexError(f"handle[{place}]: a handle of low_latency_dispatch has 5 parts")
+        if place % 5 >= 2:
+            return self.sizes[place % 5 - 2]
+        if self.tensors is None:
+            if self.origin is None or self.counts is None:
+                raise InvalidArgument("low_latency_dispatch: nothing was received for this handle yet: call the hook first")
+            self.tensors = _origins(self.origin, self.counts, self.routing.engine.num_ranks)
+            self.tensors[0]._turnout_routing = self.routing  # type: ignore[attr-defined]
+        return self.tensors[place % 5]
 
 
 class LowLatencyCalls:
@@ -91,13 +121,11 @@ class LowLatencyCalls:
         capacity = self.group_size * num_max_dispatch_tokens_per_rank
         received = torch.empty((num_local, capacity, hidden), dtype=torch.float8_e4m3fn if use_fp8 else rows.dtype, device=device)
         counts = torch.empty(num_local, dtype=torch.int32, device=device)
-        source = torch.empty((num_local, capacity), dtype=torch.int32, device=device)
-        ranges = torch.empty((num_local, self.group_size), dtype=torch.int64, device=device)
         scales = _empty_scales(num_local, capacity, hidden, use_ue8m0, device) if use_fp8 else None
         quantize = "none" if not use_fp8 else "fp8_e4m3_ue8m0" if round_scale else "fp8_e4m3"
         every = rows.repeat_interleave(topk, 0) if topk != 1 else rows
         each = self._unmasked(ids, num_experts).reshape(-1, 1)
-        origin = self._origin(tokens, topk, device)
+        origin = _origin(self.rank, tokens, topk, device)
 
         def issue(engine: Any) -> Any:
             return engine.dispatch_async(
@@ -108,16 +136,16 @@ class LowLatencyCalls:
             issue, kind=_KIND, num_experts=num_experts, tokens=num_max_dispatch_tokens_per_rank * max(1, topk),
             row_bytes=hidden * max(2, rows.element_size()), topk=1, side_bytes=8, device=device,
         )  # fmt: skip
-        routing = source._turnout_routing = Routing(engine)  # type: ignore[attr-defined]
+        handle = LowLatencyHandle(Routing(engine, device), num_max_dispatch_tokens_per_rank, hidden, num_experts)
 
         def receive() -> None:
             start = time.perf_counter_ns()
             result = pending.wait()
             if dispatch_wait_recv_cost_stats is not None:
                 dispatch_wait_recv_cost_stats.add_(time.perf_counter_ns() - start)
-            routing.handle = result.handle
+            handle.routing.handle = result.handle
             counts.copy_(result.expert_counts)
-            _origins(result.side[0], counts, source, ranges)
+            handle.origin, handle.counts = result.side[0].clone(), counts
             if scales is not None:
                 _fill_scales(scales, result.x_scales, use_ue8m0)
             if cumulative_local_expert_recv_stats is not None:
@@ -126,7 +154,6 @@ class LowLatencyCalls:
         if not return_recv_hook:
             receive()
         got = received if scales is None else (received, scales)
-        handle = (source, ranges, num_max_dispatch_tokens_per_rank, hidden, num_experts)
         event = finished(async_finish, (rows, received, scales, counts))
         return got, counts, handle, event, _once(receive) if return_recv_hook else None
 
@@ -194,7 +221,7 @@ class LowLatencyCalls:
         routing = _routing("get_next_low_latency_combine_buffer", handle)
         if routing.combine_buffer is None:
             shape = (routing.engine.num_local_experts, self.group_size * handle[2], handle[3])
-            routing.combine_buffer = torch.empty(shape, dtype=torch.bfloat16, device=handle[0].device)
+            routing.combine_buffer = torch.empty(shape, dtype=torch.bfloat16, device=routing.device)
         return routing.combine_buffer
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
@@ -236,16 +263,21 @@ class LowLatencyCalls:
         masked = torch.tensor([rank in self._masked for rank in range(self.group_size)] + [False], device=ids.device)
         return torch.where(masked[owners(num_experts, self.group_size, ids.device)[ids.to(torch.int64)]], -1, ids)
 
-    def _origin(self, tokens: int, topk: int, device: torch.device) -> Tensor:
-        """(rank, token) of every row, int32, which travels along."""
-        origin = torch.empty((tokens, topk, 2), dtype=torch.int32, device=device)
-        origin[..., 0] = self.rank
-        origin[..., 1] = torch.arange(tokens, dtype=torch.int32, device=device)[:, None]
-        return origin.view(-1, 2)
+
+@functools.lru_cache(maxsize=32)
+def _origin(rank: int, tokens: int, topk: int, device: torch.device) -> Tensor:
+    """(rank, token) of every row that this rank sends, int32, which travels along."""
+    origin = torch.empty((tokens, topk, 2), dtype=torch.int32, device=device)
+    origin[..., 0] = rank
+    origin[..., 1] = torch.arange(tokens, dtype=torch.int32, device=device)[:, None]
+    return origin.view(-1, 2)
 
 
 def _routing(call: str, handle: Any) -> Routing:
-    routing = getattr(handle[0], "_turnout_routing", None) if isinstance(handle, tuple) and len(handle) == 5 else None
+    if isinstance(handle, LowLatencyHandle):
+        routing: Any = handle.routing
+    else:
+        routing = getattr(handle[0], "_turnout_routing", None) if isinstance(handle, tuple) and len(handle) == 5 else None
     if not isinstance(routing, Routing):
         raise InvalidArgument(f"{call}: handle is {describe(handle)}, but must be the handle that low_latency_dispatch returned")
     if routing.handle is None:
@@ -289,20 +321,22 @@ def _fill_scales(scales: Tensor, arrived: Tensor, packed: bool) -> None:
         scales.copy_((exponents.to(torch.int32) << 23).view(torch.float32))
 
 
-def _origins(origin: Tensor, counts: Tensor, source: Tensor, ranges: Tensor) -> None:
-    """Fills the token of every row, and for each expert and source rank its first row (high half) and number of rows (low half)."""
-    source.copy_(origin[..., 1])
+def _origins(origin: Tensor, counts: Tensor, num_ranks: int) -> tuple[Tensor, Tensor]:
+    """The token of every row; and for each expert and source rank its first row (high half) and number of rows (low half)."""
     present = torch.arange(origin.shape[1], device=origin.device) < counts[:, None]
-    num_ranks = ranges.shape[1]
     rank = torch.where(present, origin[..., 0].to(torch.int64), num_ranks)
-    number = torch.zeros((len(ranges), num_ranks + 1), dtype=torch.int64, device=origin.device)
+    number = torch.zeros((len(counts), num_ranks + 1), dtype=torch.int64, device=origin.device)
     number = number.scatter_add_(1, rank, torch.ones_like(rank))[:, :num_ranks]
-    ranges.copy_(((number.cumsum(1) - number) << 32) | number)
+    return origin[..., 1].contiguous(), ((number.cumsum(1) - number) << 32) | number
 
 
 def _weighted_sum(rows: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> None:
-    total = torch.zeros((rows.shape[0], rows.shape[2]), dtype=torch.float32, device=rows.device)
-    scaled = torch.where(ids < 0, 0, weights.to(torch.float32))
-    for k in range(rows.shape[1]):
-        total += rows[:, k].to(torch.float32) * scaled[:, k : k + 1]
+    """In fp32, products and sums rounded one by one, in the order of k."""
+    scaled = rows.to(torch.float32).mul_(weights.to(torch.float32).masked_fill(ids < 0, 0).unsqueeze(2))
+    if rows.shape[1] == 0:
+        out.zero_()
+        return
+    total = scaled[:, 0]
+    for k in range(1, rows.shape[1]):
+        total += scaled[:, k]
     out.copy_(total)

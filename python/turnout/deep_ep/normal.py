@@ -74,15 +74,18 @@ def dispatch_rows(
         issue, tokens=rows.shape[0], num_experts=num_experts, row_bytes=row_bytes(rows, chosen.shape[1]), topk=chosen.shape[1],
         side_bytes=side_bytes(scales), device=rows.device,
     )  # fmt: skip
-    got, got_idx, got_weights = result.x.contiguous(), result.topk_idx.to(chosen.dtype), result.topk_weights
+    # Copies of what is small: an array of a result keeps all of its memory, rows included.
+    got, got_idx = result.x.contiguous(), result.topk_idx.to(chosen.dtype, copy=True)
+    got_weights = None if weights is None else result.topk_weights.clone()
     counts: list[int] = []
     if capacity:
         nothing = tail(capacity, result.num_rows, rows.device)
         got_idx.masked_fill_(nothing, -1)
-        got_weights = None if got_weights is None else got_weights.masked_fill(nothing, 0)
+        if got_weights is not None:
+            got_weights.masked_fill_(nothing, 0)
     else:
         counts = [align(count, alignment) for count in result.expert_counts.tolist()]
-    handle = Handle(engine, result.handle, result.arrived, num_experts)
+    handle = Handle(engine, result.handle, result.arrived.clone(), num_experts)
     x = got if scales is None else (got, result.side[0].contiguous())
     return Received(x, got_idx, got_weights, counts, handle)
 

@@ -156,12 +156,12 @@ def quantize(x, power_of_two=False):
     tokens, hidden = x.shape
     padded = np.zeros((tokens, align(hidden, 128)), np.float32)
     padded[:, :hidden] = x
-    blocks = padded.reshape(tokens, -1, 128)
+    blocks = padded.reshape(tokens, padded.shape[1] // 128, 128)
     scale = (np.maximum(np.abs(blocks).max(2), np.float32(1e-4)) / np.float32(448)).astype(np.float32)
     if power_of_two:
         scale = np.exp2(np.ceil(np.log2(scale.astype(np.float64)))).astype(np.float32)
     inverse = (np.float32(1) / scale).astype(np.float32)
-    codes = np.clip(blocks * inverse[:, :, None], -448, 448).astype(float8_e4m3fn).reshape(tokens, -1)[:, :hidden]
+    codes = np.clip(blocks * inverse[:, :, None], -448, 448).astype(float8_e4m3fn).reshape(padded.shape)[:, :hidden]
     return codes.astype(np.float32), scale
 
 

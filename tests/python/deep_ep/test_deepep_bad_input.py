@@ -166,6 +166,10 @@ def test_a_hook_that_was_not_called():
         got, _, handle, _, hook = low_latency(buffer, 0, return_recv_hook=True)
         with pytest.raises(ValueError, match="call the hook"):
             buffer.low_latency_combine(got, IDX, W, handle)
+        with pytest.raises(ValueError, match="call the hook"):
+            handle[0].sum()
+        with pytest.raises(IndexError, match="5 parts"):
+            handle[5]
         hook()
         buffer.low_latency_combine(got, IDX, W, handle)
 

@@ -1,6 +1,8 @@
 """ElasticBuffer against the model of DeepEP: every returned tensor, and every public attribute of its handle."""
 
+import gc
 import inspect
+import weakref
 
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from deepep_cases import on_ranks, problem, same, tensors  # noqa: E402
 from deepep_model import align, bf16  # noqa: E402
-from turnout.deep_ep import ElasticBuffer, EPHandle, EventHandle, EventOverlap  # noqa: E402
+from turnout.deep_ep import Buffer, ElasticBuffer, EPHandle, EventHandle, EventOverlap, HybridEPBuffer  # noqa: E402
 
 MOST = 16
 
@@ -228,8 +230,43 @@ def test_handles_are_plain_attributes():
         for name in ("topk_idx", "psum_num_recv_tokens_per_scaleup_rank", "psum_num_recv_tokens_per_expert", "recv_src_metadata", "dst_buffer_slot_idx"):
             setattr(handle, name, getattr(handle, name))
         same(buffer.combine(x, handle)[0], ranks.combine(group.rank, [ranks.dispatch(r)[0] for r in range(2)]))
+        with pytest.raises(AttributeError, match="no attribute 'psum'"):
+            handle.psum
+        handle.num_recv_tokens_per_expert_list = [7]
+        assert handle.num_recv_tokens_per_expert_list == [7]
 
     on_ranks(2, body)
+
+
+def test_nothing_keeps_itself_alive():
+    """What a handle and a result hold goes with the last reference, without the garbage collector."""
+
+    def body(group):
+        made = [make(group), Buffer(group), HybridEPBuffer(group, 256, MOST, 8)]
+        x, idx, weights = tensors(ranks, 0)
+        watched = []
+        for expand in (False, True):
+            got = made[0].dispatch(x, topk_idx=idx, topk_weights=weights, num_experts=8, do_expand=expand)
+            assert got[3].recv_src_metadata.shape[1] == 5 and got[3].num_recv_tokens > 0
+            watched += [got[0], got[3]]
+        got = made[1].dispatch(x, topk_idx=idx, topk_weights=weights, num_tokens_per_expert=made[1].get_dispatch_layout(idx, 8)[2])
+        watched += [got[0], got[4], got[4][0]]
+        got = made[1].low_latency_dispatch(x, idx, MOST, 8, return_recv_hook=True)
+        got[4]()
+        watched += [got[0][0], got[2], got[2][0], got[4]]
+        got = made[2].dispatch_with_permute(hidden=x, topk_idx=idx, topk_weights=weights)
+        watched += [got[0], got[4][0]]
+        watched = [weakref.ref(each) for each in watched]
+        del got
+        assert [each() for each in watched] == [None] * len(watched)
+
+    ranks = problem(1)
+    gc.collect()
+    gc.disable()
+    try:
+        on_ranks(1, body)
+    finally:
+        gc.enable()
 
 
 def test_events_and_what_else_callers_ask():
