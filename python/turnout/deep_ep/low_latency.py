@@ -2,6 +2,7 @@
 
 Weights are known to combine alone, on the token's own rank. So a token is sent once for each of its experts, as DeepEP does, each time
 with that one expert: combine brings every expert's row back as it is, and the weighted sum is made here, in fp32 and in the order of k.
+Which of Turnout's modes the calls run in is left to it: on a GPU its mode of that name takes fewer tokens than these may become.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ class LowLatencyCalls:
 
         def issue(engine: Any) -> Any:
             return engine.dispatch_async(
-                every, each, side=(origin,), layout="expert_slab", capacity=capacity, out=received, mode="low_latency", quantize=quantize
+                every, each, side=(origin,), layout="expert_slab", capacity=capacity, out=received, quantize=quantize
             )
 
         engine, pending = self._engines.dispatch(
@@ -203,7 +204,7 @@ class LowLatencyCalls:
             raise NotImplementedError(f"{call}: combine_wait_recv_cost_stats on a GPU")
         each = torch.empty((tokens * topk, hidden), dtype=y.dtype, device=y.device)
         total = torch.empty((tokens, hidden), dtype=y.dtype, device=y.device) if out is None else out
-        pending = routing.engine.combine_async(y.contiguous(), routing.handle, out=each, mode="low_latency")
+        pending = routing.engine.combine_async(y.contiguous(), routing.handle, out=each)
 
         def receive() -> None:
             start = time.perf_counter_ns()

@@ -70,8 +70,9 @@ def dispatch_rows(
     def issue(engine: Any) -> Any:
         return engine.dispatch(rows, chosen, weights, side=side, capacity=capacity or None, num_sms=sms(num_sms, rows))
 
+    # With a capacity nobody waits for counts, and ranks had better need the same: the tokens of each that the capacity is for.
     engine, result = engines.dispatch(
-        issue, tokens=rows.shape[0], num_experts=num_experts, row_bytes=row_bytes(rows, chosen.shape[1]), topk=chosen.shape[1],
+        issue, tokens=max(rows.shape[0], -(-capacity // engines.communicator.num_ranks)), num_experts=num_experts, row_bytes=row_bytes(rows, chosen.shape[1]), topk=chosen.shape[1],
         side_bytes=side_bytes(scales), device=rows.device,
     )  # fmt: skip
     # Copies of what is small: an array of a result keeps all of its memory, rows included.
