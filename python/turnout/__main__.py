@@ -1,4 +1,4 @@
-"""python -m turnout: the command `turnout`, in this process."""
+"""python -m turnout: the command `turnout`, in this process; and deep-ep, which is of Python alone."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from collections.abc import Sequence
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command with `arguments` (None: those of the process) and returns its exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["deep-ep"]:
+        from ._deep_ep_shim import main as deep_ep
+
+        return deep_ep(words[1:])
     from . import _core
 
-    words = list(sys.argv[1:] if arguments is None else arguments)
     # The command's own code runs outside of the interpreter, which would not see Ctrl-C before it is back.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.stdout.flush()
