@@ -1,6 +1,6 @@
 // Collective steps over any store of bytes. Step n of a group publishes one key per rank and reads all of them. A rank
-// that has published for step n has finished step n - 1; so who has seen every key of step n erases its own of step n - 1. The keys of the
-// last step of a sub-group are erased by the last rank that is done with the group: each leaves word of that, and looks for the others' words.
+// that has published for step n has finished step n - 1; so who has seen every key of step n erases its own of step n - 1. What a
+// sub-group's last step leaves is swept up later (garbage.h).
 // A rank that gives up writes the list of missing ranks under their keys: who waits for them learns it at once, by any store.
 #include <algorithm>
 #include <condition_variable>
@@ -8,8 +8,11 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <optional>
+#include <utility>
 
 #include "bootstrap/attempts.h"
+#include "bootstrap/garbage.h"
 #include "bootstrap/group_name.h"
 #include "bootstrap/step_value.h"
 #include "bootstrap/timeout.h"
@@ -76,6 +79,7 @@ struct Origin {
   std::vector<int> members;  ///< in ranks of the parent
   std::string forming;       ///< key under which each rank of the parent says what it is forming: this and the rank; may be empty
   std::string words;         ///< what is said there
+  std::shared_ptr<bootstrap::Garbage> garbage;
 };
 
 class StoreBootstrap final : public Bootstrap {
@@ -89,6 +93,7 @@ class StoreBootstrap final : public Bootstrap {
         name_(std::move(name)),
         key_name_(std::move(key_name)),
         prefix_(origin.prefix),
+        garbage_(origin.garbage ? origin.garbage : std::make_shared<bootstrap::Garbage>()),
         origin_(std::move(origin)),
         timeout_(bootstrap::checked_timeout("store_bootstrap", timeout)) {
     if (num_ranks < 1 || rank < 0 || rank >= num_ranks) {
@@ -104,6 +109,8 @@ class StoreBootstrap final : public Bootstrap {
     }
   }
 
+  /// The time of the next step began then.
+  void begun_at(Clock::time_point start) { begun_ = start; }
   int rank() const override { return rank_; }
   int num_ranks() const override { return num_ranks_; }
 
@@ -117,7 +124,7 @@ class StoreBootstrap final : public Bootstrap {
     const bool is_first = number == 1;
     complete_ = false;
     if (is_first && !origin_.forming.empty()) ask(number, step, [&] { store_->set(forming(rank_), bytes_of_words()); });
-    const auto start = Clock::now();
+    const auto start = std::exchange(begun_, std::nullopt).value_or(Clock::now());
     const auto arrive = [&] { store_->set(key(number, rank_), pack(Kind::arrived, num_ranks_, step, mine)); };
     if (prefix_.empty()) meet(number, step, start, arrive);
     else ask(number, step, arrive);
@@ -163,7 +170,9 @@ class StoreBootstrap final : public Bootstrap {
     const int use = ++groups_[bootstrap::sub_name("", name, members, 0)];
     const std::string key_name = bootstrap::sub_name(prefix_.empty() ? key_name_ : prefix_, name, members, use);
     std::string shown = bootstrap::shown_name(name_ + "/" + std::string(name));
+    garbage_->sweep(*store_);
     Origin origin;
+    origin.garbage = garbage_;
     origin.members.assign(members.begin(), members.end());
     if (!prefix_.empty()) {
       origin.prefix = "turnout/" + key_name;
@@ -176,31 +185,16 @@ class StoreBootstrap final : public Bootstrap {
   }
 
  private:
-  std::string key(uint64_t number, int peer) const { return prefix_ + "/" + std::to_string(number) + "/" + std::to_string(peer); }
-  std::string left(int peer) const { return prefix_ + "/left/" + std::to_string(peer); }
+  std::string key(uint64_t number, int peer) const { return bootstrap::step_key(prefix_, number, peer); }
+  static std::span<const std::byte> bytes_of(const uint64_t& number) { return std::as_bytes(std::span(&number, 1)); }
   std::string forming(int peer) const { return origin_.forming + std::to_string(origin_.members[static_cast<size_t>(peer)]); }
   std::span<const std::byte> bytes_of_words() const { return std::as_bytes(std::span(origin_.words.data(), origin_.words.size())); }
 
-  /// This rank is done with the group. Who finds that all are reads the last word of each, and erases what the group has left.
+  /// This rank is done with the group: tells its rank 0, whose next sub-group sweeps up what is left of this one. Looks for nothing and waits
+  /// for nobody.
   void leave() {
-    const auto word = pack(complete_ ? Kind::arrived : Kind::given_up, num_ranks_, "", std::as_bytes(std::span(&step_, 1)));
-    store_->set(left(rank_), word);
-    if (!complete_) return;  // somebody is in trouble, perhaps the store: nothing is waited for
-    std::vector<Value> words;
-    for (int i = 0; i < num_ranks_; ++i) {
-      const auto there = i == 0 ? word : store_->get(left((rank_ + i) % num_ranks_), milliseconds(1));
-      if (!there) return;  // that one will look
-      words.push_back(unpack(*there));
-    }
-    for (int i = 0; i < num_ranks_; ++i) {
-      const int peer = (rank_ + i) % num_ranks_;
-      const Value& value = words[static_cast<size_t>(i)];
-      uint64_t step = 0;
-      std::memcpy(&step, value.bytes.data(), std::min(value.bytes.size(), sizeof step));
-      if (step > 0) store_->erase(key(step, peer));
-      if (step > 1 && value.kind == Kind::given_up) store_->erase(key(step - 1, peer));
-      store_->erase(left(peer));
-    }
+    store_->set(bootstrap::Garbage::word(prefix_, rank_), pack(complete_ ? Kind::arrived : Kind::given_up, num_ranks_, "", bytes_of(step_)));
+    if (rank_ == 0) garbage_->add(prefix_, num_ranks_);
   }
 
   /// Why a sub-group may not come about: ranks form another one. Empty for what is no sub-group, or has come about.
@@ -321,9 +315,11 @@ class StoreBootstrap final : public Bootstrap {
   const int rank_, num_ranks_;
   const std::string name_, key_name_;
   std::string prefix_;
+  const std::shared_ptr<bootstrap::Garbage> garbage_;  ///< of all groups that come from one
   const Origin origin_;
   const util::Process process_;
   const milliseconds timeout_;
+  std::optional<Clock::time_point> begun_;
   uint64_t step_ = 0;
   bool complete_ = true;  ///< the last step came about on this rank
   uint64_t num_sub_groups_ = 0;
@@ -340,4 +336,12 @@ std::unique_ptr<Bootstrap> store_bootstrap(std::shared_ptr<Store> store, int ran
 std::shared_ptr<Store> thread_store() { return std::make_shared<ThreadStore>(); }
 
 }  // namespace v0
+
+std::unique_ptr<Bootstrap> bootstrap::store_bootstrap_since(Clock::time_point start, std::shared_ptr<Store> store, int rank, int num_ranks,
+                                                            const std::string& name, milliseconds timeout) {
+  auto made = std::make_unique<StoreBootstrap>(std::move(store), rank, num_ranks, shown_name(name), short_name(name), timeout);
+  made->begun_at(start);
+  return made;
+}
+
 }  // namespace turnout
