@@ -17,7 +17,7 @@ namespace turnout {
 inline namespace v0 {
 
 /// A key-value store shared by all ranks: torch.distributed's Store, MPI's name service, or one of ours.
-/// Keys are written once, but for a step that failed: its keys are then set again. Calls may come from several threads.
+/// Keys are written once, but for a step that failed: its keys are then set again; they have at most 160 bytes. Calls may come from several threads.
 class TURNOUT_API Store {
  public:
   virtual ~Store();
@@ -25,7 +25,7 @@ class TURNOUT_API Store {
   virtual void set(const std::string& key, std::span<const std::byte> value) = 0;
   /// The value of `key`, waiting up to `timeout` for it to appear; nullopt if it did not.
   virtual std::optional<std::vector<std::byte>> get(const std::string& key, std::chrono::milliseconds timeout) = 0;
-  /// Forgets `key`, if the store can; used to keep long jobs from growing.
+  /// Forgets `key`, if the store can; used to keep long jobs from growing: by sub-groups that are destroyed, too.
   virtual void erase(const std::string& key);
 };
 

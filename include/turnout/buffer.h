@@ -89,7 +89,7 @@ enum class CombineWeights : uint8_t {
 
 /// Arguments of combine().
 struct CombineArgs {
-  TensorView y{};  ///< rows in the handle's layout: [N, H'] or [Le, C, H'], fp16, bf16, fp32 or fp64, last stride 1
+  TensorView y{};  ///< as the handle's rows: [N or more, H'], only N are read, or [Le, C, H']; fp16, bf16, fp32 or fp64, last stride 1
   const Handle* handle = nullptr;
   CombineWeights apply = CombineWeights::none;
   TensorView weights{};       ///< with CombineWeights::rows: fp32 or bf16 [N] or [Le, C]

@@ -25,7 +25,8 @@ struct CommunicatorOptions {
   /// cannot be had is an error; "auto" is TURNOUT_TRANSPORT, and where that says nothing the best that all ranks have.
   std::string transport = "auto";
   /// Node of every rank, e.g. {0,0,1}, the same on all ranks; empty: each rank's TURNOUT_NODE_ID, else one node. Only the order
-  /// of sums depends on it where all ranks reach each other by load and store.
+  /// of sums depends on it where all ranks reach each other by load and store. The numbers are labels: nodes are numbered, and their sums
+  /// added, in the order of their lowest ranks: {2,0,1} is {0,1,2}.
   std::vector<int> node_of_rank{};
   /// Of each bootstrap step; 0: TURNOUT_BOOTSTRAP_TIMEOUT_MS, which is 60 s unless set. From a bootstrap of the caller's: its own.
   std::chrono::milliseconds timeout{0};
@@ -54,7 +55,7 @@ class TURNOUT_API Communicator {
   int rank() const;
   int num_ranks() const;
   int num_nodes() const;
-  int node() const;        ///< of this rank
+  int node() const;        ///< of this rank: nodes are numbered in the order of their lowest ranks
   int local_rank() const;  ///< index within the node
   std::string_view transport() const;
 

@@ -212,7 +212,8 @@ class Buffer(_core.Buffer):
     ) -> CombineResult:
         """Brings the rows of a dispatch back to their tokens and adds them.
 
-        y: rows in the handle's layout: [N, H'] or [Le, C, H'], fp16, bf16, fp32 or fp64, elements of a row adjacent.
+        y: rows in the handle's layout: [N or more, H'] or [Le, C, H'], fp16, bf16, fp32 or fp64, elements of a row adjacent.
+        Only N rows are read.
         handle: of the dispatch, result.handle.
         apply: which weights, in fp32, where the sum is made: 'none', 'source' (those of the dispatch; expert_major and expert_slab) or
         'rows' (`weights`, one per row). None: 'rows' if weights are given, else 'none'. weights='source' is apply='source'.

@@ -3,7 +3,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <new>
+#include <numeric>
+#include <span>
+#include <sstream>
 #include <string>
 #include <system_error>
 
@@ -61,16 +65,48 @@ BufferImpl::BufferImpl(std::shared_ptr<CommunicatorImpl> communicator, const Buf
   for (auto& lane : lanes_) lane->set_siblings(siblings);
 }
 
+namespace {
+
+/// Numbers with a blank after each; "default" for `standard`: written out or left out, the same map is the same.
+std::string text_of(std::span<const int> map, std::span<const int> standard) {
+  if (map.empty() || std::ranges::equal(map, standard)) return "default";
+  std::string text;
+  for (const int value : map) text += std::to_string(value) + " ";
+  return text;
+}
+
+/// The ranks' values of one fact, a column each. Of maps that differ the first entry that does is named, and long ones are cut short.
+std::string line_of(const std::string& fact, const std::vector<std::string>& values, std::span<const int> standard) {
+  constexpr size_t kMost = 64;
+  std::string line = "\n  " + fact + ":";
+  std::vector<std::vector<int>> maps;
+  for (size_t rank = 0; rank < values.size(); ++rank) {
+    std::string shown = values[rank].substr(0, values[rank].find_last_not_of(' ') + 1);
+    if (shown.size() > kMost) shown = shown.substr(0, shown.rfind(' ', kMost)) + " ...";
+    line += (rank ? ", rank " : " rank ") + std::to_string(rank) + " = " + shown;
+    std::istringstream numbers(values[rank]);
+    if (values[rank] == "default") maps.emplace_back(standard.begin(), standard.end());
+    else maps.emplace_back(std::istream_iterator<int>(numbers), std::istream_iterator<int>());
+  }
+  for (size_t at = 0; at < standard.size(); ++at) {
+    if (!std::ranges::all_of(maps, [&](const auto& map) { return at < map.size(); })) break;  // of another number of experts
+    if (std::ranges::all_of(maps, [&](const auto& map) { return map[at] == maps[0][at]; })) continue;
+    line += "; the first to differ is expert " + std::to_string(at) + ":";
+    for (size_t rank = 0; rank < maps.size(); ++rank)
+      line += (rank ? ", " : " ") + std::to_string(maps[rank][at]) + " on rank " + std::to_string(rank);
+    break;
+  }
+  return line;
+}
+
+}  // namespace
+
 /// Every fact of the configuration on every rank, compared; a difference raises on all ranks.
 void BufferImpl::agree(const BufferConfig& config) {
-  std::string map, replicas;
-  for (int rank : config.expert_to_rank) map += std::to_string(rank) + " ";
-  // Written out or left out, the same map is the same.
-  if (!map.empty()) {
-    const auto split = core::ExpertMap::split(config.num_experts, communicator_->transport->num_ranks());
-    if (std::ranges::equal(config.expert_to_rank, split.owners())) map.clear();
-  }
-  for (int logical : config.replica_of) replicas += std::to_string(logical) + " ";
+  const core::ExpertMap split_map = core::ExpertMap::split(config.num_experts, communicator_->transport->num_ranks());
+  const std::span<const int> split = split_map.owners();
+  std::vector<int> own(split.size());
+  std::iota(own.begin(), own.end(), 0);
   const std::vector<std::pair<std::string, std::string>> facts = {
       {"num_experts", std::to_string(config.num_experts)},
       {"hidden", std::to_string(config.hidden)},
@@ -82,8 +118,8 @@ void BufferImpl::agree(const BufferConfig& config) {
       {"max_outstanding", std::to_string(config.max_outstanding)},
       {"receive_bytes", std::to_string(config.receive_bytes)},
       {"staging_bytes", std::to_string(api::staging_bytes_of(config))},
-      {"expert_to_rank", map.empty() ? "default" : map},
-      {"replica_of", replicas.empty() ? "default" : replicas},
+      {"expert_to_rank", text_of(config.expert_to_rank, split)},
+      {"replica_of", text_of(config.replica_of, own)},
       {"device", std::string(name(config.device.kind))},
       {"library", std::string(version())},
   };
@@ -100,14 +136,11 @@ void BufferImpl::agree(const BufferConfig& config) {
   if (!refusers.empty()) throw InvalidArgument("Buffer: refused by rank " + refusers + ", whose own error says why");
   std::string table;
   for (size_t f = 0; f < facts.size(); ++f) {
-    bool same = true;
-    std::string line = "\n  " + facts[f].first + ":";
-    for (size_t rank = 0; rank < values.size(); ++rank) {
-      const std::string value = f < values[rank].size() ? values[rank][f] : "?";
-      same = same && value == facts[f].second;
-      line += (rank ? ", rank " : " rank ") + std::to_string(rank) + " = " + value;
-    }
-    if (!same) table += line;
+    std::vector<std::string> column;
+    for (const auto& of_rank : values) column.push_back(f < of_rank.size() ? of_rank[f] : "?");
+    if (std::ranges::all_of(column, [&](const std::string& value) { return value == facts[f].second; })) continue;
+    const std::string& fact = facts[f].first;
+    table += line_of(fact, column, fact == "expert_to_rank" ? split : fact == "replica_of" ? std::span<const int>(own) : std::span<const int>());
   }
   if (!table.empty()) throw InvalidArgument("Buffer: ranks disagree about the configuration" + table);
 }

@@ -203,9 +203,8 @@ class Joining {
   }
 
   void meet(const std::shared_ptr<TcpStore>& store) {
-    const auto left = std::chrono::ceil<milliseconds>(deadline_ - Clock::now());
     try {
-      store_bootstrap(store, info_.rank, info_.num_ranks, "rendezvous", std::max(left, milliseconds(1)))->barrier("join the rendezvous");
+      store_bootstrap_since(start_, store, info_.rank, info_.num_ranks, "rendezvous", timeout_)->barrier("join the rendezvous");
       store->forming = false;
     } catch (const PeerTimeout& e) {
       std::string more = store->server ? store->server->refusals() : "";

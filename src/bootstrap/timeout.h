@@ -2,8 +2,10 @@
 // at once.
 #pragma once
 #include <chrono>
+#include <memory>
 #include <string>
 
+#include "turnout/bootstrap.h"
 #include "turnout/error.h"
 #include "util/env.h"
 
@@ -18,5 +20,9 @@ inline std::chrono::milliseconds checked_timeout(const char* what, std::chrono::
   throw InvalidArgument(std::string(what) + ": timeout is " + std::to_string(timeout.count()) + " ms, but must be 1 to a year (" +
                         std::to_string(kLongestTimeout.count()) + "), or 0 for TURNOUT_BOOTSTRAP_TIMEOUT_MS");
 }
+
+/// As store_bootstrap, but the time of the first step began at `start`: what came before it counts, too.
+std::unique_ptr<Bootstrap> store_bootstrap_since(std::chrono::steady_clock::time_point start, std::shared_ptr<Store> store, int rank, int num_ranks,
+                                                 const std::string& name, std::chrono::milliseconds timeout);
 
 }  // namespace turnout::bootstrap

@@ -2,7 +2,7 @@
 //
 //   experts in k order within a rank             -> rank partial, rounded to the wire form, the source's own rank too
 //   rank partials, ranks ascending within a node -> with several nodes: node partial, rounded to the wire form, own too
-//   node partials, nodes ascending               -> one rounding to the dtype of the result
+//   node partials, nodes by their lowest rank    -> one rounding to the dtype of the result
 //   (wire rows: all rows in k order over all ranks, one rounding at the end)
 //
 // A sum starts at its first term; it has no zero to add to. Terms are multiplied by their weight and then added, each step

@@ -17,7 +17,8 @@ namespace turnout::transport {
 
 namespace {
 
-constexpr std::chrono::seconds kPatience{10};
+/// Without anything that comes or goes.
+constexpr std::chrono::seconds kPatience{30};
 
 sockaddr_un address_of(const std::string& name, socklen_t& length) {
   sockaddr_un address{};
@@ -115,21 +116,25 @@ bool Mailbox::receive(std::vector<bool>& got, const Take& take) {
 
 void Mailbox::exchange(const std::vector<std::string>& names, int rank, const Descriptor& mine, const Take& take) {
   const size_t num_ranks = names.size();
-  const auto until = std::chrono::steady_clock::now() + kPatience;
+  auto until = std::chrono::steady_clock::now() + kPatience;
   std::vector<bool> got(num_ranks);
   got[static_cast<size_t>(rank)] = true;
-  size_t sent = 1;
+  size_t sent = 1, moved_before = 0;
   // Each begins with its right neighbour, so that no queue is everybody's first.
   const auto to = [&] { return (static_cast<size_t>(rank) + sent) % num_ranks; };
   while (true) {
     while (sent < num_ranks && send(socket_.get(), names[to()], static_cast<int>(to()), rank, mine.get())) ++sent;
     while (receive(got, take)) {
     }
+    // Hundreds of processes on few cores take their time; as long as something comes or goes there is hope.
+    const size_t num_moved = sent + static_cast<size_t>(std::count(got.begin(), got.end(), true));
+    if (num_moved != moved_before) until = std::chrono::steady_clock::now() + kPatience;
+    moved_before = num_moved;
     const auto missing = std::find(got.begin(), got.end(), false);
     if (sent == num_ranks && missing == got.end()) return;
     if (std::chrono::steady_clock::now() > until) {
       const auto peer = missing == got.end() ? to() : static_cast<size_t>(missing - got.begin());
-      fail("no descriptor from or to rank " + std::to_string(peer) + " within " + std::to_string(kPatience.count()) + " s", ETIMEDOUT);
+      fail("no descriptor from or to rank " + std::to_string(peer) + " for " + std::to_string(kPatience.count()) + " s", ETIMEDOUT);
     }
     pollfd waiting{socket_.get(), POLLIN, 0};
     poll(&waiting, 1, sent < num_ranks ? 1 : 100);

@@ -53,6 +53,9 @@ class Window {
   virtual void disarm() = 0;
 };
 
+/// How often a rank's heartbeat advances while its process runs.
+constexpr std::chrono::milliseconds kHeartbeat{100};
+
 /// A group of ranks that reach each other in one way.
 class Transport {
  public:
@@ -68,7 +71,7 @@ class Transport {
 
   /// Whether the process (or virtual rank) of `peer` still exists, as the service thread last saw it.
   virtual PeerState peer_state(int peer) const = 0;
-  /// A counter that the service thread of `peer` advances about every 100 ms while its process runs.
+  /// A counter that the service thread of `peer` advances every kHeartbeat or so while its process runs.
   virtual uint64_t heartbeat(int peer) const = 0;
   /// How long a wait should spin before it sleeps: short when ranks of this machine outnumber its cores.
   virtual std::chrono::nanoseconds spin() const = 0;

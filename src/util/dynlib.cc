@@ -4,6 +4,7 @@
 #include <dlfcn.h>
 #include <link.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <system_error>
 #include <vector>
@@ -29,7 +30,13 @@ fs::path own_folder() {
 std::vector<fs::path> places(const std::string& file) {
   const fs::path folder = own_folder();
   if (folder.empty()) return {};
-  return {folder / file, folder / ".." / TURNOUT_LIBDIR / file, folder / ".." / "lib" / file};
+  std::vector<fs::path> all;
+  for (const fs::path& place : {folder / file, folder / ".." / TURNOUT_LIBDIR / file, folder / ".." / "lib" / file}) {
+    std::error_code error;
+    const fs::path plain = fs::weakly_canonical(place.parent_path(), error) / file;
+    if (!error && std::find(all.begin(), all.end(), plain) == all.end()) all.push_back(plain);
+  }
+  return all;
 }
 
 }  // namespace
@@ -51,7 +58,7 @@ Dynlib::Dynlib(const std::string& file, const std::string& path) {
     if (fs::exists(place, error)) {
       if (load(place.string())) return;
     } else {
-      tried += (tried.empty() ? "" : "; ") + ("not at " + place.lexically_normal().string());
+      tried += (tried.empty() ? "" : "; ") + ("not at " + place.string());
     }
   }
   if (load(file)) return;

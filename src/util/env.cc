@@ -66,7 +66,7 @@ constexpr EnvVariable kTable[] = {
      [](Env& e, V v) { e.log_level = static_cast<LogLevel>(v.choice({"error", "warn", "info", "debug"})); }},
     {"TURNOUT_TRANSPORT", "auto, inproc or shm", "auto", "Transport of Communicators that do not name one.",
      [](Env& e, V v) { e.transport = v.choice_text({"auto", "inproc", "shm"}); }},
-    {"TURNOUT_NODE_ID", "integer", "", "Node of this rank: overrides what the machine says, for the order of sums.",
+    {"TURNOUT_NODE_ID", "integer", "", "Label of this rank's node, for the order of sums: ranks of one label are one node. Nodes are added in the order of their lowest ranks, whatever the labels.",
      [](Env& e, V v) { e.node_id = v.integer(0); }},
     {"TURNOUT_RANK", "integer", "", "Rank of this process; set by `turnout launch`, goes before other launchers' variables.",
      [](Env& e, V v) { e.rank = v.integer(0, 1 << 24); }},

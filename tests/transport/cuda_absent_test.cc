@@ -1,4 +1,6 @@
 // Without libturnout_cuda.so there is a reason, the same for every rank.
+#include <set>
+
 #include "ranks.h"
 #include "transport/cuda.h"
 #include "transport/inproc/inproc.h"
@@ -54,7 +56,13 @@ TEST(Dynlib, LooksBesideTheProgramAndNamesEveryPlace) {
     const util::Dynlib none("libturnout_none.so");
     ADD_FAILURE() << none.path();
   } catch (const TransportError& error) {
-    EXPECT_NE(std::string(error.what()).find(folder + "/libturnout_none.so"), std::string::npos) << error.what();
+    const std::string words = error.what();
+    EXPECT_NE(words.find(folder + "/libturnout_none.so"), std::string::npos) << words;
+    std::set<std::string> places;
+    for (size_t at = words.find("not at "); at != std::string::npos; at = words.find("not at ", at + 1)) {
+      EXPECT_TRUE(places.insert(words.substr(at, words.find(';', at) - at)).second) << "twice: " << words;
+    }
+    EXPECT_GE(places.size(), 2u) << words;
   }
   const util::Dynlib found("libc.so.6");
   EXPECT_NE(found.symbol("printf"), nullptr);

@@ -20,6 +20,10 @@ constexpr std::array<std::string_view, kNumFacts> kFactNames = {
     "library",     "call",       "epoch",      "expert map", "mode",      "layout",   "dtype", "hidden", "top-k",     "weights",
     "side arrays", "side bytes", "side types", "capacity",   "alignment", "quantize", "wire",  "handle", "on_failure"};
 
+constexpr size_t index_of(size_t offset) { return offset / sizeof(int64_t); }
+constexpr size_t kEpoch = index_of(offsetof(CallFacts, epoch)), kExpertMap = index_of(offsetof(CallFacts, generation)),
+                 kSideTypes = index_of(offsetof(CallFacts, side_hash));
+
 std::array<int64_t, kNumFacts> values_of(const CallFacts& facts) {
   std::array<int64_t, kNumFacts> values;
   std::memcpy(values.data(), &facts, sizeof facts);
@@ -86,15 +90,23 @@ uint64_t fingerprint(const KnownFacts& known, int64_t epoch, int64_t handle) {
 
 std::string disagreement(std::span<const CallFacts> facts) {
   std::string table;
+  const auto all_alike = [&](int64_t CallFacts::*fact) {
+    return std::all_of(facts.begin(), facts.end(), [&](const CallFacts& f) { return f.*fact == facts[0].*fact; });
+  };
+  const bool one_kind = all_alike(&CallFacts::kind), same_number_of_sides = all_alike(&CallFacts::num_side);
   if (std::all_of(facts.begin(), facts.end(), [&](const CallFacts& f) { return f == facts[0]; })) return table;
   for (size_t fact = 0; fact < kNumFacts; ++fact) {
     const int64_t first = values_of(facts[0])[fact];
     const bool same = std::all_of(facts.begin(), facts.end(), [&](const CallFacts& f) { return values_of(f)[fact] == first; });
     if (same) continue;
+    // What dispatch and combine say of themselves is not to be compared, nor are the types of more and of fewer arrays.
+    if (!one_kind && fact > kEpoch) break;
+    if (fact == kSideTypes && !same_number_of_sides) continue;
     table += "\n  " + std::string(kFactNames[fact]) + ":";
     for (size_t rank = 0; rank < facts.size(); ++rank) {
       table += (rank ? ", " : " ") + ("rank " + std::to_string(rank) + " = ") + fact_text(fact, facts[rank]);
     }
+    if (fact == kExpertMap) table += " (hashes: set_expert_to_rank was given different maps, or before different calls)";
   }
   return table;
 }

@@ -15,6 +15,11 @@ namespace turnout::engine {
 namespace {
 
 constexpr std::chrono::milliseconds kLandingTime{50};
+/// A peer whose time is over is called silent if its heart has not beaten for so long: several beats, and not all of the time it had, which
+/// began before its heart was first looked at.
+std::chrono::milliseconds silent_after(std::chrono::milliseconds timeout) {
+  return std::clamp<std::chrono::milliseconds>(timeout / 2, 3 * transport::kHeartbeat + transport::kHeartbeat / 2, 10 * transport::kHeartbeat);
+}
 
 std::string join(const std::vector<int>& ranks) {
   std::string text;
@@ -242,8 +247,11 @@ void Lane::check_patience(const Call& call, Patience& patience) {
       patience.heartbeats[at] = beat;
       patience.beat_at[at] = now;
     }
-    if (now - patience.beat_at[at] > limits.timeout) silent.push_back(peer);
-    else if (waited > (waiting.for_arrival ? limits.busy_timeout : limits.timeout)) late.push_back(peer);
+    // A peer that has not come has `timeout` from when it fell silent; one inside the call from when the call last moved.
+    const auto quiet = now - patience.beat_at[at];
+    const bool is_late = waited > (waiting.for_arrival ? limits.busy_timeout : limits.timeout);
+    if (quiet > limits.timeout || (is_late && quiet > silent_after(limits.timeout))) silent.push_back(peer);
+    else if (is_late) late.push_back(peer);
   }
   // Ranks whose only thread waits on one lane each, for each other, would not get on for ever.
   if (waited > limits.timeout && waiting.for_arrival && context_->has_one_caller()) {

@@ -208,9 +208,7 @@ class InprocTransport final : public Transport {
     return ranks_[static_cast<size_t>(peer)]->alive.load(std::memory_order_acquire) ? PeerState::alive : PeerState::gone;
   }
   /// A thread of a running process runs: time stands for its heartbeat.
-  uint64_t heartbeat(int) const override {
-    return static_cast<uint64_t>(std::chrono::steady_clock::now().time_since_epoch() / std::chrono::milliseconds(100));
-  }
+  uint64_t heartbeat(int) const override { return static_cast<uint64_t>(std::chrono::steady_clock::now().time_since_epoch() / kHeartbeat); }
   std::chrono::nanoseconds spin() const override { return spin_; }
 
  private:

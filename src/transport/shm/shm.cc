@@ -176,7 +176,7 @@ class ShmTransport final : public Transport {
     restore();
   }
 
-  /// The service thread: a heartbeat every 100 ms, and who has died meanwhile.
+  /// The service thread: the heartbeat, and who has died meanwhile.
   void serve() {
     while (!stopping_.load(std::memory_order_acquire)) {
       control(rank()).heartbeat.fetch_add(1, std::memory_order_relaxed);
@@ -185,7 +185,7 @@ class ShmTransport final : public Transport {
         const bool watch = pidfds_[peer] && !gone_[peer].load(std::memory_order_relaxed);
         watched.push_back({watch ? pidfds_[peer].get() : -1, POLLIN, 0});
       }
-      if (poll(watched.data(), watched.size(), 100) <= 0) continue;
+      if (poll(watched.data(), watched.size(), static_cast<int>(kHeartbeat.count())) <= 0) continue;
       if (watched[0].revents) return;
       for (size_t peer = 0; peer < pidfds_.size(); ++peer) {
         if (watched[peer + 1].revents) gone_[peer].store(true, std::memory_order_release);
