@@ -78,8 +78,8 @@ struct Begun {
   float weight;
 };
 template <bool kLines>
-__device__ __forceinline__ Begun begin(const SlabArgs& a, const Tables& t, const FormatOf<kLines>& f, int builders, bool some, int worker, std::byte* row,
-                                       Found* found, FactWords* facts) {
+__device__ __forceinline__ Begun begin(const SlabArgs& a, const Tables& t, const FormatOf<kLines>& f, int builders, bool some, int worker,
+                                       std::byte* row, Found* found, FactWords* facts) {
   const Common& c = a.common;
   const int counter = thread() - builders, counters = num_threads() - builders;
   const bool tells = block() == 0, counts = some && counter >= 0;
@@ -135,8 +135,8 @@ __device__ __forceinline__ Begun begin(const SlabArgs& a, const Tables& t, const
 }
 
 template <bool kLines>
-__global__ void __launch_bounds__(kMostThreads, 1)
-    slab_kernel(int builders, const __grid_constant__ FormatOf<kLines> f, const __grid_constant__ SlabArgs a, const __grid_constant__ SharedPlan plan) {
+__global__ void __launch_bounds__(kMostThreads, 1) slab_kernel(int builders, const __grid_constant__ FormatOf<kLines> f,
+                                                               const __grid_constant__ SlabArgs a, const __grid_constant__ SharedPlan plan) {
   extern __shared__ __align__(128) std::byte memory[];
   __shared__ Found found;
   __shared__ Admission admission;
