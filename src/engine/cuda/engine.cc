@@ -9,6 +9,7 @@
 #include "engine/cuda/carver.h"
 #include "engine/cuda/kernels.h"
 #include "engine/cuda/sizes.h"
+#include "engine/cuda/throughput/bulk.h"
 #include "transport/device/driver.h"
 #include "transport/device/gpu.h"
 #include "transport/device/shared.h"
@@ -108,20 +109,41 @@ bool is_capturing() {
   return asked == cudaErrorStreamCaptureUnsupported;
 }
 
-/// How many ranks share this rank's GPU. Throws on all ranks if one of them is in the middle of a capture.
-int agree_on_gpus(Bootstrap& bootstrap, int device) {
+/// Whether this rank's GPU may store whole lines to the GPUs of all ranks: it has the instructions of sm_90, and NVLink joins them.
+/// Nothing says that a line stays whole across PCIe, nor what joins a GPU that this process does not see.
+bool stores_lines(int device, const std::vector<std::string>& gpus) {
+  int num_devices = 0;
+  if (!has_bulk() || cudaGetDeviceCount(&num_devices) != cudaSuccess) return false;
+  std::vector<std::string> joined;
+  for (int other = 0; other < num_devices; ++other) {
+    int native = 1;
+    const bool known = other == device || cudaDeviceGetP2PAttribute(&native, cudaDevP2PAttrNativeAtomicSupported, device, other) == cudaSuccess;
+    if (known && native) joined.push_back(transport::device::this_rank(other).uuid);
+  }
+  (void)cudaGetLastError();
+  return std::all_of(gpus.begin(), gpus.end(), [&](const std::string& gpu) { return std::find(joined.begin(), joined.end(), gpu) != joined.end(); });
+}
+
+/// How many ranks share this rank's GPU, and whether rows may travel in whole lines. Throws on all ranks if one of them is in the middle
+/// of a capture.
+int agree_on_gpus(Bootstrap& bootstrap, int device, bool* lines) {
   const std::string mine = is_capturing() ? "capturing" : transport::device::this_rank(device).uuid;
   int sharers = 0;
   std::string capturing;
+  std::vector<std::string> gpus;
   const auto all = bootstrap.all_gather("GPU of each rank", std::as_bytes(std::span(mine.data(), mine.size())));
   for (size_t rank = 0; rank < all.size(); ++rank) {
     const std::string theirs(reinterpret_cast<const char*>(all[rank].data()), all[rank].size());
     sharers += theirs == mine;
+    gpus.push_back(theirs);
     if (theirs == "capturing") capturing += (capturing.empty() ? " " : ", ") + std::to_string(rank);
   }
   if (!capturing.empty()) {
     throw InvalidArgument("Buffer: a CUDA stream of rank" + capturing + " is being captured; make the Buffer before the capture begins");
   }
+  const auto can = static_cast<std::byte>(stores_lines(device, gpus));
+  const auto can_all = bootstrap.all_gather("lines of each rank", std::span(&can, 1));
+  *lines = std::all_of(can_all.begin(), can_all.end(), [](const auto& of_rank) { return of_rank.size() == 1 && of_rank[0] == std::byte{1}; });
   return sharers;
 }
 
@@ -136,7 +158,7 @@ Engine::Engine(DeviceEngineSetup setup)
       rank_(setup.bootstrap.rank()),
       num_ranks_(setup.bootstrap.num_ranks()) {
   CurrentDevice current(device_);
-  sharers_ = agree_on_gpus(bootstrap_, device_);
+  sharers_ = agree_on_gpus(bootstrap_, device_, &lines_);
   if (num_ranks_ > kMaxRanks) throw InvalidArgument("Buffer: " + std::to_string(num_ranks_) + " ranks on GPUs, at most " + std::to_string(kMaxRanks));
   if (plan_groups(num_ranks_, config_.num_experts) == 0) {
     throw InvalidArgument("Buffer: num_experts is " + std::to_string(config_.num_experts) +
@@ -157,7 +179,9 @@ Engine::Engine(DeviceEngineSetup setup)
 }
 
 void Engine::build(std::unique_ptr<transport::DeviceWindow> window, Allocator* allocator) {
-  const Arena arena = Arena::of(arena_shape(config_, num_ranks_));
+  ArenaShape shape = arena_shape(config_, num_ranks_);
+  if (lines_) use_lines(config_, shape);
+  const Arena arena = Arena::of(shape);
   shared_ = std::make_shared<Shared>(std::move(window), arena, device_, allocator, sharers_ == 1);
   load_kernels(device_, shared_->stream);
 
@@ -236,6 +260,7 @@ Common Engine::common(int lane, const CallFacts& facts, int num_calls_ago, bool 
   c.max_local = max_local_;
   c.lane = lane;
   c.through_host = shared_->through_host();
+  c.lines = lines_ && !c.through_host;
   c.offers = lanes_[static_cast<size_t>(lane)].offers;
   c.back = num_calls_ago;
   c.last_of_send = last_of_send;

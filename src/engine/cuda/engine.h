@@ -223,6 +223,7 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
   const BufferConfig config_;
   const int device_, rank_, num_ranks_;
   int num_sms_ = 1, sharers_ = 1;
+  bool lines_ = false;  ///< Common::lines
   std::shared_ptr<Shared> shared_;
   std::unique_ptr<Mapped<HostWords>> words_;
   std::unique_ptr<Mapped<int64_t>> counts_;
