@@ -131,7 +131,8 @@ __global__ void __launch_bounds__(kThreads<kType, kFast>, 1) combine_kernel(cons
   // A routing whose dispatch failed is refused.
   bool good = !over && begins[0] >= 0;
   if (good) {
-    const Work<CombineArgs> w{a, call, PartialFormat::of(a.hidden, kElement<kType>, a.num_topk, a.has_side, c.arena.ll_combine_lines), begins, records, sent, send_offset};
+    const Work<CombineArgs> w{
+        a, call, PartialFormat::of(a.hidden, kElement<kType>, a.num_topk, a.has_side, c.arena.ll_combine_lines), begins, records, sent, send_offset};
     if (clerk) {
       good = work_on_books<kType, kFast>(w, worker, parts, &facts);
     } else if (worker >= 0) {

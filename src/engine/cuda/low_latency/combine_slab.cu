@@ -241,7 +241,8 @@ __device__ __forceinline__ bool work_on_books(const auto& w, int worker, const B
 }
 
 template <bool kLines>
-__global__ void __launch_bounds__(kMostThreads, 1) slab_sums_kernel(const __grid_constant__ Early e, const __grid_constant__ Sums<kLines> a, int room) {
+__global__ void __launch_bounds__(kMostThreads, 1)
+    slab_sums_kernel(const __grid_constant__ Early e, const __grid_constant__ Sums<kLines> a, int room) {
   extern __shared__ __align__(128) std::byte memory[];
   __shared__ uint64_t barrier;
   __shared__ int32_t begins[kMaxRanks + 1], records[kMaxRanks], sent[kMaxRanks], send_offset[kMaxRanks + 1];
@@ -333,7 +334,8 @@ cudaError_t launch_slab_sums(const CombineArgs& a, int blocks, int shared_bytes,
   const int units = PartialFormat::of(a.hidden, kElement<kType>, kTopk, false, a.common.arena.ll_combine_lines).units;
   const int threads = std::max(128, static_cast<int>(core::align_up(units, 32)) + 32);
   const auto shared = static_cast<size_t>(room * row);
-  if (a.common.arena.ll_combine_lines) return launch_kernel(slab_sums_kernel<true>, blocks, threads, shared, stream, a.chained, Early(a), Sums<true>(a), room);
+  if (a.common.arena.ll_combine_lines)
+    return launch_kernel(slab_sums_kernel<true>, blocks, threads, shared, stream, a.chained, Early(a), Sums<true>(a), room);
   return launch_kernel(slab_sums_kernel<false>, blocks, threads, shared, stream, a.chained, Early(a), Sums<false>(a), room);
 }
 
