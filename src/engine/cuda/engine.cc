@@ -179,7 +179,9 @@ Engine::Engine(DeviceEngineSetup setup)
 }
 
 void Engine::build(std::unique_ptr<transport::DeviceWindow> window, Allocator* allocator) {
-  const Arena arena = Arena::of(arena_shape(config_, num_ranks_));
+  ArenaShape shape = arena_shape(config_, num_ranks_);
+  if (lines_) use_lines(config_, shape);
+  const Arena arena = Arena::of(shape);
   shared_ = std::make_shared<Shared>(std::move(window), arena, device_, allocator, sharers_ == 1);
   load_kernels(device_, shared_->stream);
 

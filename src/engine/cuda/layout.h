@@ -25,6 +25,7 @@ struct ArenaShape {
   int64_t ll_tokens = 0;         ///< most tokens of a low_latency call; 0: no such calls
   size_t ll_dispatch_bytes = 0;  ///< of one staged low-latency row, in flagged words
   size_t ll_combine_bytes = 0;   ///< of one staged low-latency partial sum
+  size_t ll_combine_lines = 0;   ///< where its lines begin; 0: it has none, but words only. Lines change no size
   int ll_combine_copies = 0;     ///< partial sums a token can have: min(ranks, top-k)
   size_t receive_bytes = 0;
 };
@@ -32,7 +33,7 @@ struct ArenaShape {
 /// Byte offsets. A "copy" is epoch % depth of a lane; everything a copy holds carries the epoch, so nothing is ever reset.
 struct Arena {
   size_t status, headers, offers, channels, rows, ll_dispatch, ll_combine, receive, num_bytes;
-  size_t header_bytes, ll_dispatch_row, ll_combine_row, receive_bytes;
+  size_t header_bytes, ll_dispatch_row, ll_combine_row, ll_combine_lines, receive_bytes;
   int64_t max_tokens, ll_tokens;
   int num_ranks, num_lanes, depth, ll_combine_copies;
 
@@ -47,6 +48,7 @@ struct Arena {
     a.header_bytes = static_cast<size_t>(core::align_up(core::ceil_div(s.header_ints, kWordPayload) * 16, 128));
     a.ll_dispatch_row = static_cast<size_t>(core::align_up(static_cast<int64_t>(s.ll_dispatch_bytes), 128));
     a.ll_combine_row = static_cast<size_t>(core::align_up(static_cast<int64_t>(s.ll_combine_bytes), 128));
+    a.ll_combine_lines = s.ll_combine_lines;
     a.receive_bytes = static_cast<size_t>(core::align_up(static_cast<int64_t>(s.receive_bytes), 4096));
     const size_t pairs = static_cast<size_t>(s.num_lanes) * static_cast<size_t>(s.depth) * static_cast<size_t>(s.num_ranks);
     size_t at = 0;

@@ -30,6 +30,12 @@ inline void add_low_latency(const BufferConfig& c, ArenaShape& s) {
   s.ll_tokens = std::min({c.max_tokens_per_rank, row <= kShortRow ? kShortTokens : kTokens, kMostBytes / token});
 }
 
+/// Rows of low_latency calls in whole lines, where all ranks know that such are never seen in part (Engine). All sizes stay as they are.
+inline void use_lines(const BufferConfig& c, ArenaShape& s) {
+  const int64_t row = c.hidden * static_cast<int64_t>(size_of(c.dtype));
+  if (s.ll_tokens > 0) s.ll_combine_lines = ll_combine_lines_at(row, c.max_topk);
+}
+
 inline ArenaShape arena_shape(const BufferConfig& c, int num_ranks) {
   ArenaShape s;
   s.num_ranks = num_ranks;

@@ -4,7 +4,7 @@
 #include <cmath>
 
 #include "engine/cuda/device/chunk.cuh"
-#include "engine/cuda/low_latency/parts.cuh"
+#include "engine/cuda/low_latency/combine_lines.cuh"
 
 namespace turnout::engine::cuda::low_latency {
 
@@ -44,6 +44,7 @@ __device__ __forceinline__ void send_books(const auto& w, const Terms<kHalves>& 
 
 template <DType kType>
 __device__ __forceinline__ void send_unit(const auto& w, uint4* to, int unit, const uint32_t* p) {
+  if (has_lines(w)) return send_lines<kType>(w, to, unit, p);
   if (unit >= w.f.units) return;
 #pragma unroll
   for (int j = 0; j < kWords<kType>; ++j) store_word(to + j * w.f.units + unit, uint4{p[3 * j], p[3 * j + 1], p[3 * j + 2], w.call.epoch});
@@ -79,6 +80,11 @@ __device__ __noinline__ void send_for_rest(Work<CombineArgs> w, FactWords* facts
     if (b == 0) send_facts(c, w.call, false, facts);
     if (worker_of(b) >= 0) send_for<kType, kFast>(w, worker_of(b));
   }
+}
+
+template <DType kType>
+__device__ __forceinline__ bool receive_unit(const auto& w, int rank, const uint4* from, int unit, bool active, bool* some, uint32_t* out) {
+  return has_lines(w) ? receive_lines<kType>(w, rank, from, unit, active, some, out) : receive_words<kType>(w, rank, from, unit, active, some, out);
 }
 
 /// Adds a unit of a token: `mine` (if `own`) and what comes back, ranks ascending. False for a thread that gave up.

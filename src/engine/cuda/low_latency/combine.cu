@@ -131,7 +131,8 @@ __global__ void __launch_bounds__(kThreads<kType, kFast>, 1) combine_kernel(cons
   // A routing whose dispatch failed is refused.
   bool good = !over && begins[0] >= 0;
   if (good) {
-    const Work<CombineArgs> w{a, call, PartialFormat::of(a.hidden, kElement<kType>, a.num_topk, a.has_side), begins, records, sent, send_offset};
+    const Work<CombineArgs> w{
+        a, call, PartialFormat::of(a.hidden, kElement<kType>, a.num_topk, a.has_side, c.arena.ll_combine_lines), begins, records, sent, send_offset};
     if (clerk) {
       good = work_on_books<kType, kFast>(w, worker, parts, &facts);
     } else if (worker >= 0) {
@@ -159,7 +160,7 @@ template <DType kType>
 cudaError_t launch(const CombineArgs& a, int blocks, cudaStream_t stream) {
   const auto bits = reinterpret_cast<uintptr_t>(a.y) | reinterpret_cast<uintptr_t>(a.out) | static_cast<uintptr_t>(a.y_stride) |
                     static_cast<uintptr_t>(a.out_stride);
-  const int units = PartialFormat::of(a.hidden, kElement<kType>, a.num_topk, false).units;
+  const int units = PartialFormat::of(a.hidden, kElement<kType>, a.num_topk, false, a.common.arena.ll_combine_lines).units;
   const int wanted = static_cast<int>(core::align_up(units, 32)) + 32;
   const auto threads = [&](int most) { return wanted < 128 ? 128 : wanted > most ? most : wanted; };
   const int64_t row = a.hidden * kElement<kType>, room = g_shared_bytes.load(std::memory_order_relaxed) / (2 * row);
@@ -198,9 +199,9 @@ bool can_ll_combine(const CombineArgs& a) {
   const Arena& arena = a.common.arena;
   const bool type = a.dtype == DType::bf16 || a.dtype == DType::fp16 || a.dtype == DType::fp32;
   if (!type || a.wire != Wire::payload || a.node_of_rank || arena.ll_tokens == 0) return false;
-  const PartialFormat f = PartialFormat::of(a.hidden, static_cast<int>(size_of(a.dtype)), a.num_topk, a.has_side);
+  const PartialFormat f = PartialFormat::of(a.hidden, static_cast<int>(size_of(a.dtype)), a.num_topk, a.has_side, arena.ll_combine_lines);
   const int parts = a.num_topk < a.common.team.num_ranks ? a.num_topk : a.common.team.num_ranks;
-  return static_cast<size_t>(f.num_words) * 16 <= arena.ll_combine_row && parts <= arena.ll_combine_copies;
+  return f.fits(arena.ll_combine_row) && parts <= arena.ll_combine_copies;
 }
 
 int ll_combine_blocks(const CombineArgs& a, int num_sms) {

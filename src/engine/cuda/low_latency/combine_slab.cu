@@ -13,6 +13,13 @@ namespace turnout::engine::cuda::low_latency {
 namespace {
 
 constexpr DType kType = DType::bf16;
+/// The arguments of a kernel whose partial sums come in lines, or in words.
+template <bool kLines>
+struct Sums : SlabSums {
+  explicit Sums(const CombineArgs& a) : SlabSums(a) {}
+  static constexpr bool kHasLines = kLines;
+};
+
 constexpr int kTopk = SlabSums::num_topk, kMostUnits = 320, kMostThreads = kMostUnits + 32, kNotAsked = -2;
 
 /// What is read first, side by side in the arguments: each line of them that a kernel touches is a trip of its own.
@@ -233,7 +240,9 @@ __device__ __forceinline__ bool work_on_books(const auto& w, int worker, const B
   return true;
 }
 
-__global__ void __launch_bounds__(kMostThreads, 1) slab_sums_kernel(const __grid_constant__ Early e, const __grid_constant__ SlabSums a, int room) {
+template <bool kLines>
+__global__ void __launch_bounds__(kMostThreads, 1)
+    slab_sums_kernel(const __grid_constant__ Early e, const __grid_constant__ Sums<kLines> a, int room) {
   extern __shared__ __align__(128) std::byte memory[];
   __shared__ uint64_t barrier;
   __shared__ int32_t begins[kMaxRanks + 1], records[kMaxRanks], sent[kMaxRanks], send_offset[kMaxRanks + 1];
@@ -253,7 +262,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) slab_sums_kernel(const __grid
     copy_async(records + s, a.routing.record_begin + s);
     copy_async(sent + s, a.routing.sent + s);
   }
-  const PartialFormat f = PartialFormat::of(a.hidden, kElement<kType>, kTopk, false);
+  const PartialFormat f = PartialFormat::of(a.hidden, kElement<kType>, kTopk, false, kLines ? c.arena.ll_combine_lines : 0);
   const Chunks chunks(a, unit, f.units);
   const Own own{memory, &barrier, &fetched, static_cast<int32_t>(a.hidden) * kElement<kType>};
   const bool whole = begun.broken >= 0;
@@ -282,7 +291,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) slab_sums_kernel(const __grid
   const bool over = __syncthreads_or(start.over);
   bool good = !over && whole;
   if (good) {
-    const Work<SlabSums> w{a, call, f, begins, records, sent, send_offset};
+    const Work<Sums<kLines>> w{a, call, f, begins, records, sent, send_offset};
     if (clerk) {
       if (kHasBulk && worker >= 0) fetch_own(a, own_slot, room, own);
       good = work_on_books(w, worker, begun, own_row, own_slot, loaded ? begun.slot : kNotAsked, &facts);
@@ -315,18 +324,24 @@ __global__ void __launch_bounds__(kMostThreads, 1) slab_sums_kernel(const __grid
 
 bool can_sum_slab(const CombineArgs& a) {
   const bool is_plain = a.num_topk == SlabSums::num_topk && a.apply == SlabSums::apply && a.layout == SlabSums::layout && !a.has_side;
-  const int units = PartialFormat::of(a.hidden, kElement<kType>, kTopk, false).units;
+  const int units = PartialFormat::of(a.hidden, kElement<kType>, kTopk, false, a.common.arena.ll_combine_lines).units;
   return is_plain && a.dtype == kType && a.routing.slots != nullptr && units <= kMostUnits;
 }
 
 cudaError_t launch_slab_sums(const CombineArgs& a, int blocks, int shared_bytes, cudaStream_t stream) {
   const int64_t row = a.hidden * kElement<kType>;
   const int room = kHasBulk ? static_cast<int>(std::min<int64_t>(shared_bytes / row, kTopk)) : 0;
-  const int units = PartialFormat::of(a.hidden, kElement<kType>, kTopk, false).units;
+  const int units = PartialFormat::of(a.hidden, kElement<kType>, kTopk, false, a.common.arena.ll_combine_lines).units;
   const int threads = std::max(128, static_cast<int>(core::align_up(units, 32)) + 32);
-  return launch_kernel(slab_sums_kernel, blocks, threads, static_cast<size_t>(room * row), stream, a.chained, Early(a), SlabSums(a), room);
+  const auto shared = static_cast<size_t>(room * row);
+  if (a.common.arena.ll_combine_lines)
+    return launch_kernel(slab_sums_kernel<true>, blocks, threads, shared, stream, a.chained, Early(a), Sums<true>(a), room);
+  return launch_kernel(slab_sums_kernel<false>, blocks, threads, shared, stream, a.chained, Early(a), Sums<false>(a), room);
 }
 
-cudaError_t prepare_slab_sums(int shared_bytes) { return load_kernel(reinterpret_cast<const void*>(slab_sums_kernel), shared_bytes); }
+cudaError_t prepare_slab_sums(int shared_bytes) {
+  if (const cudaError_t bad = load_kernel(reinterpret_cast<const void*>(slab_sums_kernel<true>), shared_bytes)) return bad;
+  return load_kernel(reinterpret_cast<const void*>(slab_sums_kernel<false>), shared_bytes);
+}
 
 }  // namespace turnout::engine::cuda::low_latency

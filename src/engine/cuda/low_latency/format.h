@@ -4,6 +4,7 @@
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 
 #include "engine/cuda/args.h"
 
@@ -76,23 +77,52 @@ constexpr size_t ll_dispatch_bytes(int64_t row_bytes, int64_t side_bytes, int nu
 
 /// A partial sum: a unit is three chunks of eight channels, which one thread adds. Word j of unit u is at j * units + u, so that
 /// neighbours write side by side. Behind them the mask of the k's in the sum, then one scalar per k.
+/// Where a row has lines (Arena::ll_combine_lines), the units of eight threads are lines of 128 bytes, and what is still in words comes
+/// first: mask, scalars, and of each line the four bytes that the epoch has taken. Where lines begin is the same for all rows of a Buffer,
+/// so that no payload ever lies where another call looks for an epoch.
 struct PartialFormat {
-  static constexpr int kUnit = 24;
+  static constexpr int kUnit = 24, kLineUnits = 8;
   int32_t units, words_per_unit, mask, num_words;
+  int32_t rest, num_flagged, lines;  ///< lines: 0: none; else these are words of 16 bytes as the others are
 
-  TURNOUT_HOST_DEVICE static constexpr PartialFormat of(int64_t hidden, int element_bytes, int num_topk, bool side) {
+  TURNOUT_HOST_DEVICE static constexpr PartialFormat of(int64_t hidden, int element_bytes, int num_topk, bool side, size_t lines_at) {
     PartialFormat f{};
     f.units = static_cast<int32_t>(core::ceil_div(core::ceil_div(hidden, int64_t{8}), int64_t{3}));
-    f.words_per_unit = kUnit * element_bytes / (kWordPayload * 4);
-    f.mask = f.units * f.words_per_unit;
-    f.num_words = f.mask + 1 + (side ? (num_topk + kWordPayload - 1) / kWordPayload : 0);
+    const int scalars = side ? (num_topk + kWordPayload - 1) / kWordPayload : 0;
+    if (lines_at == 0) {
+      f.words_per_unit = kUnit * element_bytes / (kWordPayload * 4);
+      f.mask = f.units * f.words_per_unit;
+      f.num_words = f.mask + 1 + scalars;
+    } else {
+      f.units = (f.units + kLineUnits - 1) / kLineUnits * kLineUnits;
+      f.words_per_unit = kUnit * element_bytes / 16;
+      f.rest = 1 + scalars;
+      f.num_flagged = f.rest + f.units / kLineUnits * (f.words_per_unit / kWordPayload);
+      f.lines = static_cast<int32_t>(lines_at / 16);
+      f.num_words = f.lines + f.units * f.words_per_unit;
+    }
     return f;
   }
+  TURNOUT_HOST_DEVICE constexpr bool fits(size_t row_bytes) const {
+    return static_cast<size_t>(num_words) * 16 <= row_bytes && (lines == 0 || num_flagged <= lines);
+  }
 };
+/// Where lines begin in a staged partial sum, in bytes, if the Buffer has them: behind the words of any sum.
+constexpr size_t ll_combine_lines_at(int64_t row_bytes, int num_topk) {
+  const PartialFormat two = PartialFormat::of(core::ceil_div(row_bytes, int64_t{2}), 2, num_topk, true, 128);
+  const PartialFormat four = PartialFormat::of(core::ceil_div(row_bytes, int64_t{4}), 4, num_topk, true, 128);
+  return static_cast<size_t>(core::align_up(int64_t{two.num_flagged > four.num_flagged ? two.num_flagged : four.num_flagged} * 16, int64_t{128}));
+}
+/// Enough with lines and without.
 constexpr size_t ll_combine_bytes(int64_t row_bytes, int num_topk) {
-  const PartialFormat two = PartialFormat::of(core::ceil_div(row_bytes, int64_t{2}), 2, num_topk, true);
-  const PartialFormat four = PartialFormat::of(core::ceil_div(row_bytes, int64_t{4}), 4, num_topk, true);
-  return static_cast<size_t>(two.num_words > four.num_words ? two.num_words : four.num_words) * 16;
+  int32_t most = 0;
+  for (const size_t lines_at : {size_t{0}, ll_combine_lines_at(row_bytes, num_topk)}) {
+    for (const int element : {2, 4}) {
+      const PartialFormat f = PartialFormat::of(core::ceil_div(row_bytes, int64_t{element}), element, num_topk, true, lines_at);
+      most = f.num_words > most ? f.num_words : most;
+    }
+  }
+  return static_cast<size_t>(most) * 16;
 }
 
 }  // namespace turnout::engine::cuda

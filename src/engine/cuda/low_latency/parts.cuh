@@ -90,7 +90,7 @@ struct Owed {
 
 /// Waits for a unit of a partial sum, or for a mask that says that nothing else comes (`some`: it is not that).
 template <DType kType>
-__device__ __forceinline__ bool receive_unit(const auto& w, int rank, const uint4* from, int unit, bool active, bool* some, uint32_t* out) {
+__device__ __forceinline__ bool receive_words(const auto& w, int rank, const uint4* from, int unit, bool active, bool* some, uint32_t* out) {
   const uint32_t epoch = w.call.epoch;
   uint4 words[kWords<kType>], m{};
   const int mine = active ? unit : 0;

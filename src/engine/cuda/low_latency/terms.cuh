@@ -108,7 +108,7 @@ __device__ __forceinline__ void sum_terms(const auto& w, const Terms<kHalves>& t
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
   constexpr int kWithBulk = 2;
 #else
-  constexpr int kWithBulk = 4;
+  constexpr int kWithBulk = 3;
 #endif
   constexpr int kBatch = !kFast || kType == DType::fp32 ? 1 : kHasBulk ? kWithBulk : 6;
   const auto& a = w.a;
