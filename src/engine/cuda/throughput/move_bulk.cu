@@ -97,6 +97,7 @@ class OwnRows {
       const int slot = w_->slot, row = sh_.begins[me] + item_;
       const std::byte* stage = w_->stage(p_);
       const OwnPairs asked = asked_;
+      const PairWeights weights(a_, a_.routing.topk_weights + static_cast<int64_t>(token_) * a_.num_topk);
       w_->advance(p_);
       load();
       if (finds_ && item_ >= 0) asked_.ask(a_, token_);
@@ -109,7 +110,7 @@ class OwnRows {
       w_->phases ^= 1u << slot;
       place_stage(a_, p_, stage, to);
       count_arrival(a_, me);
-      if (move_places(a_)) note_places(a_, row, pairs, to);
+      if (move_places(a_)) note_places(a_, row, pairs, to, weights);
     }
   }
   /// Instead of that: no copy may be under way when the block ends.
@@ -199,6 +200,7 @@ __device__ bool lay_out_arrived(const DispatchArgs& a, const MoveShape& p, Share
     std::byte* stage = w->stage(p);
     w->advance(p);
     fetch_arrived(a, p, at, stage);
+    const PairWeights weights(a, received<float>(a, p.block_weights) + static_cast<int64_t>(at) * a.num_topk);
     // What the next row's places take comes while this one is stored.
     more = next();
     if (more && move_places(a)) next_pairs = received_pairs(a, p, row);
@@ -206,7 +208,7 @@ __device__ bool lay_out_arrived(const DispatchArgs& a, const MoveShape& p, Share
     __syncwarp();
     place_stage(a, p, stage, to);
     count_arrival(a, source);
-    if (move_places(a)) note_places(a, at, pairs, to);
+    if (move_places(a)) note_places(a, at, pairs, to, weights);
   }
   return true;
 }
@@ -223,13 +225,17 @@ __device__ bool take_arrived(const DispatchArgs& a, const MoveShape& p, Shared& 
   });
 }
 
-/// Padding of expert_major groups is zero. The warps that lay no rows out do it.
+/// Padding of expert_major groups is zero. The warps that lay no rows out and look for nothing do it: all blocks about as much, and as soon as
+/// it is known where, while the memory has little else to do. Where there are more warps than experts, a few share one.
 __device__ void pad_groups(const DispatchArgs& a, const MoveShape& p, const std::byte* zeros, int index, int count) {
-  const int lanes = (kWarps - p.workers) * 32, first = static_cast<int>(threadIdx.x) - p.workers * 32;
+  const int warps = (kWarps - 1 - p.workers) * count, parts = max(1, warps / max(a.num_local, 1));
   const uint64_t policy = evict_first_policy();
-  for (int e = index; e < a.num_local; e += count) {
-    const int64_t end = __ldcg(a.routing.expert_offsets + e + 1);
-    for (int64_t i = __ldcg(a.routing.expert_offsets + e) + __ldcg(a.routing.expert_counts + e) + first; i < end; i += lanes) {
+#pragma unroll 1
+  for (int u = index + (warp_id() - p.workers) * count; u < a.num_local * parts; u += warps) {
+    const int e = u % a.num_local;
+    const int64_t begin = __ldcg(a.routing.expert_offsets + e), n = __ldcg(a.routing.expert_counts + e), end = __ldcg(a.routing.expert_offsets + e + 1);
+#pragma unroll 1
+    for (int64_t i = begin + n + u / a.num_local * 32 + lane_id(); i < end; i += parts * 32) {
       bulk_store(a.out_x + i * a.out_stride, zeros, static_cast<uint32_t>(a.x_bytes), policy);
       if (a.scale_bytes) bulk_store(a.out_scales + i * a.scale_bytes, zeros, static_cast<uint32_t>(a.scale_bytes));
 #pragma unroll 1
@@ -257,7 +263,7 @@ __device__ void receive_part(const DispatchArgs& a, const MoveShape& p, Shared& 
     sh.is_admitted = wait_local(a.common, call.epoch, &a.flags[kAdmitted]);
     barrier_arrive(&sh.admitted);
   }
-  if (warp >= p.workers && p.zero_bytes && index >= 0) pad_groups(a, p, ring + p.zero_at, index, count);
+  if (warp >= p.workers && warp < kWarps - 1 && p.zero_bytes && index >= 0) pad_groups(a, p, ring + p.zero_at, index, count);
   // Through the host a few blocks take what arrives, before what is here already.
   if (p.receivers && index < p.receivers) {
     const bool good = warp < p.takers ? take_arrived(a, p, sh, ring, call) : true;

@@ -8,17 +8,15 @@
 namespace turnout::engine::cuda::move {
 
 #ifdef TURNOUT_HAS_BULK
-/// Entries k and k + 32 of a row, k being the lane: local expert (-1: none here), the pairs of its source with that expert before it, and
-/// the weight. A row's are asked for while the row before it is laid out: nothing looks at what comes before it is needed.
+/// Entries k and k + 32 of a row, k being the lane: local expert (-1: none here), and the pairs of its source with that expert before it. A
+/// row's are asked for while the row before it is laid out, and nothing looks at what comes before it is needed.
 struct Pairs {
   int expert[2], nth[2];
-  float weight[2];
 };
 
 /// Of a token whose row stays, as the plan has left them.
 struct OwnPairs {
   int dest[2], id[2], nth[2];
-  float weight[2];
 
   __device__ __forceinline__ void ask(const DispatchArgs& a, int token) {
     const Routing& r = a.routing;
@@ -30,7 +28,6 @@ struct OwnPairs {
       dest[h] = is_there ? __ldcg(r.dest + pair) : -1;
       id[h] = is_there ? __ldcg(r.topk_idx + pair) : -1;
       nth[h] = is_there ? __ldcg(r.pair_index + pair) : 0;
-      weight[h] = is_there && a.has_weights ? __ldcg(r.topk_weights + pair) : 0.0f;
     }
   }
   __device__ __forceinline__ Pairs get(const DispatchArgs& a) const {
@@ -39,7 +36,6 @@ struct OwnPairs {
     for (int h = 0; h < 2; ++h) {
       pairs.expert[h] = dest[h] == a.common.team.rank ? __ldg(a.common.local + id[h]) : -1;
       pairs.nth[h] = nth[h];
-      pairs.weight[h] = weight[h];
     }
     return pairs;
   }
@@ -53,7 +49,6 @@ __device__ __forceinline__ const T* received(const DispatchArgs& a, int64_t offs
 /// Of a row that another rank sends.
 __device__ __forceinline__ Pairs received_pairs(const DispatchArgs& a, const MoveShape& p, int row) {
   const auto *idx = received<int32_t>(a, p.block_idx), *nth = received<int32_t>(a, p.block_pair);
-  const auto* weights = received<float>(a, p.block_weights);
   Pairs pairs;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -62,10 +57,22 @@ __device__ __forceinline__ Pairs received_pairs(const DispatchArgs& a, const Mov
     const bool is_there = k < a.num_topk;
     pairs.expert[h] = is_there ? __ldcg(idx + pair) : -1;
     pairs.nth[h] = is_there ? __ldcg(nth + pair) : 0;
-    pairs.weight[h] = is_there && a.has_weights ? __ldcg(weights + pair) : 0.0f;
   }
   return pairs;
 }
+
+/// Of a row's entries (`from`), asked for before the row is laid out.
+struct PairWeights {
+  float of[2];
+
+  __device__ __forceinline__ PairWeights(const DispatchArgs& a, const float* from) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int k = h * 32 + lane_id();
+      of[h] = move_places(a) && a.has_weights && k < a.num_topk ? __ldcg(from + k) : 0.0f;
+    }
+  }
+};
 
 /// Rows of the result, -1: none. No SM has looked at the tables before kCounted, so what lies in its L1 is good for all rows.
 __device__ __forceinline__ void places_of(const DispatchArgs& a, int source, int row, const Pairs& pairs, int (&to)[2]) {
@@ -82,7 +89,7 @@ __device__ __forceinline__ void places_of(const DispatchArgs& a, int source, int
 }
 
 /// For the handle and the result: what the admit kernel notes where it finds the places.
-__device__ __forceinline__ void note_places(const DispatchArgs& a, int row, const Pairs& pairs, const int (&to)[2]) {
+__device__ __forceinline__ void note_places(const DispatchArgs& a, int row, const Pairs& pairs, const int (&to)[2], const PairWeights& weights) {
   const Routing& r = a.routing;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -92,7 +99,7 @@ __device__ __forceinline__ void note_places(const DispatchArgs& a, int row, cons
     r.recv_idx[pair] = pairs.expert[h];
     r.position[pair] = to[h];
     if (!a.has_weights) continue;
-    const float weight = pairs.expert[h] >= 0 ? pairs.weight[h] : 0.0f;
+    const float weight = pairs.expert[h] >= 0 ? weights.of[h] : 0.0f;
     r.recv_weights[pair] = weight;
     if (to[h] >= 0) r.row_weights[to[h]] = weight;
   }
