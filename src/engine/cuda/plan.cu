@@ -56,26 +56,6 @@ __device__ __forceinline__ void send_pairs(const Common& c, const Shared& s, con
   });
 }
 
-/// Headers in as far as rows go, which go to `rows` too. False: given up.
-__device__ bool receive_rows(const DispatchArgs& a, Call call, const FactWords* facts, int32_t* rows) {
-  const Common& c = a.common;
-  const int num_ranks = c.team.num_ranks;
-  const bool good = receive_headers(c, call, 0, HeaderInts::experts(num_ranks), facts, [&](int source, int i, uint32_t value) {
-    if (i == HeaderInts::kTokens) a.routing.source_tokens[source] = static_cast<int32_t>(value);
-    if (i >= HeaderInts::kRows)
-      a.routing.rows[source * num_ranks + i - HeaderInts::kRows] = rows[source * num_ranks + i - HeaderInts::kRows] = static_cast<int32_t>(value);
-  });
-  return __syncthreads_and(good);
-}
-/// The rest of them, from ranks that agree.
-__device__ bool receive_pairs(const DispatchArgs& a, Call call, const FactWords* facts) {
-  const int begin = HeaderInts::later_experts(a.common.team.num_ranks), local = a.num_local;
-  const bool good = receive_headers(a.common, call, begin, begin + a.common.max_local, facts, [&](int source, int i, uint32_t value) {
-    if (i - begin < local && !move_places(a)) a.routing.expert_base[source * local + i - begin] = static_cast<int32_t>(value);
-  });
-  return __syncthreads_and(good);
-}
-
 struct Places {  // where this rank's rows go
   Offer offers[kMaxRanks];
   int32_t begin[kMaxRanks];
@@ -248,25 +228,12 @@ __device__ __forceinline__ bool plan_rows(const DispatchArgs& a, const PlanShape
   return true;
 }
 
-/// The headers of all ranks and what follows from them. False: given up.
-__device__ __forceinline__ bool receive_first(const DispatchArgs& a, Call call, const FactWords& facts, int32_t* rows) {
-  if (!receive_rows(a, call, &facts, rows)) return false;
-  if (a.capacity >= 0) derive_tables(a, rows, call.epoch);
-  return true;
-}
-__device__ __forceinline__ bool receive_rest(const DispatchArgs& a, Call call, const FactWords& facts) {
-  if (!receive_pairs(a, call, &facts)) return false;
-  if (a.counts_for_host) tell_host(a, call);
-  if (a.capacity >= 0 && threadIdx.x == 0) store_release_gpu(&a.flags[kPlanReady], call.epoch);
-  return true;
-}
-
 /// What follows while rows travel: pairs, tables, and what ranks tell each other about them. Where the move kernel finds places it waits for
 /// the ids of all rows, and for no table of this kernel: where ids go (*gathered: it has been found) is looked for while the other blocks
 /// tell their pairs, and the tables come last.
 __device__ __forceinline__ bool plan_pairs(const DispatchArgs& a, const PlanShape& p, const Shared& s, const Chunks& chunks, bool totals,
-                                           int in_memory, const Tables& tables, const FactWords& facts, int32_t* rows, Places* places,
-                                           bool* gathered, Call call) {
+                                           int in_memory, const Tables& tables, const FactWords& facts, int32_t* rows, Places* places, bool* gathered,
+                                           Call call) {
   const int n = chunks.num, last = p.num_chunks - 1;
   const bool ids_first = move_places(a);
   const int gather_at = a.capacity < 0 ? n + 1 : ids_first && !totals ? 0 : n;  // exact: the host comes first

@@ -233,7 +233,8 @@ __device__ void pad_groups(const DispatchArgs& a, const MoveShape& p, const std:
 #pragma unroll 1
   for (int u = index + (warp_id() - p.workers) * count; u < a.num_local * parts; u += warps) {
     const int e = u % a.num_local;
-    const int64_t begin = __ldcg(a.routing.expert_offsets + e), n = __ldcg(a.routing.expert_counts + e), end = __ldcg(a.routing.expert_offsets + e + 1);
+    const int64_t begin = __ldcg(a.routing.expert_offsets + e), n = __ldcg(a.routing.expert_counts + e),
+                  end = __ldcg(a.routing.expert_offsets + e + 1);
 #pragma unroll 1
     for (int64_t i = begin + n + u / a.num_local * 32 + lane_id(); i < end; i += parts * 32) {
       bulk_store(a.out_x + i * a.out_stride, zeros, static_cast<uint32_t>(a.x_bytes), policy);
