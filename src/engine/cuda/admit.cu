@@ -149,7 +149,7 @@ __device__ bool read_sources(const Common& c, Call call, Sources* sources) {
 }
 
 /// Counts of experts from the headers themselves: three experts a thread, the words of several sources at once. False: given up.
-__device__ bool read_counts(const DispatchArgs& a, Call call, int local, int32_t* shared_counts, int64_t* pairs, int64_t* full) {
+__device__ bool read_counts(const DispatchArgs& a, Call call, int local, int32_t* shared_counts, int64_t* pairs) {
   constexpr int kAtOnce = 4;
   const Common& c = a.common;
   const Routing& r = a.routing;
@@ -191,9 +191,41 @@ __device__ bool read_counts(const DispatchArgs& a, Call call, int local, int32_t
       r.expert_counts[e] = count;
       if (local <= kMostShared) shared_counts[e] = count;
       *pairs += run[i];
-      *full += padded(run[i], a.alignment);
     }
   }
+  return true;
+}
+
+/// Offsets of experts from their counts, an alignment of 2^shift (else -1) without a division, and the number of rows. One warp, each lane of
+/// it a few experts that follow each other: rows can be laid out only after this. Nothing is written unless everything fits.
+__device__ __forceinline__ bool fast_offsets(const DispatchArgs& a, int local, int shift, const int32_t* counts) {
+  const Routing& r = a.routing;
+  const int each = (local + 31) / 32, begin = lane_id() * each, end = min(local, begin + each);
+  const bool slab = a.layout == Layout::expert_slab;
+  const auto room = [&](int e) -> int64_t {
+    if (slab) return a.capacity;
+    const int64_t n = counts[e];
+    return shift >= 0 ? (n + a.alignment - 1) >> shift << shift : padded(n, a.alignment);
+  };
+  int64_t mine = 0, rows = 0;
+#pragma unroll 1
+  for (int e = begin; e < end; ++e) mine += room(e);
+  int64_t run = mine;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const int64_t v = __shfl_up_sync(kFull, run, d);
+    if (lane_id() >= d) run += v;
+  }
+  rows = __shfl_sync(kFull, run, 31);
+  if (!slab && rows > a.capacity) return false;
+  run -= mine;
+#pragma unroll 1
+  for (int e = begin; e < end; ++e) {
+    r.expert_offsets[e] = run;
+    run += room(e);
+  }
+  if (lane_id() == 0) r.expert_offsets[local] = rows;
+  if (lane_id() == 0 && !slab) *r.num_rows = rows, *r.num_dropped = 0;
   return true;
 }
 
@@ -204,19 +236,19 @@ __device__ void admit_counts(const DispatchArgs& a, Call call) {
   __shared__ int32_t shared_counts[kMostShared];
   const Common& c = a.common;
   const Routing& r = a.routing;
-  const int local = a.num_local;
+  const int local = a.num_local, shift = (a.alignment & (a.alignment - 1)) == 0 ? __ffsll(a.alignment) - 1 : -1;
   if (!read_sources(c, call, &sources)) return;
   let_next_start();
-  int64_t pairs = 0, full = 0, asked = 0;
-  const bool good = read_counts(a, call, local, shared_counts, &pairs, &full);
+  int64_t pairs = 0, asked = 0;
+  const bool good = read_counts(a, call, local, shared_counts, &pairs);
   for (int s = 0; s < c.team.num_ranks; ++s) asked += sources.rows[s];
   if (threadIdx.x == 0) r.cut[0] = static_cast<int32_t>(min(asked, a.block_rows)), r.cut[1] = 0;
   if (!__syncthreads_and(good)) return;
-  const Totals totals{block_sum(pairs), asked, block_sum(full) <= a.capacity || a.layout == Layout::expert_slab};
-  if (totals.fits) {
-    finish_tables(a, local, local <= kMostShared ? shared_counts : r.expert_counts, totals.pairs, asked);
-    tell(a, kCounted, call.epoch);
-  }
+  const int32_t* counts = local <= kMostShared ? shared_counts : r.expert_counts;
+  const bool fits = __syncthreads_and(warp_id() != 0 || fast_offsets(a, local, shift, counts));
+  if (fits && threadIdx.x == 0) store_release_gpu(&a.flags[kCounted], call.epoch);
+  const Totals totals{block_sum(pairs), asked, fits};
+  if (fits && a.layout == Layout::expert_slab) finish_tables(a, local, counts, totals.pairs, asked);
   if (!wait_meta(a, call, sources.tokens)) return;
   if (!totals.fits) {
     // It looks at tables of the plan kernel.

@@ -56,26 +56,6 @@ __device__ __forceinline__ void send_pairs(const Common& c, const Shared& s, con
   });
 }
 
-/// Headers in as far as rows go, which go to `rows` too. False: given up.
-__device__ bool receive_rows(const DispatchArgs& a, Call call, const FactWords* facts, int32_t* rows) {
-  const Common& c = a.common;
-  const int num_ranks = c.team.num_ranks;
-  const bool good = receive_headers(c, call, 0, HeaderInts::experts(num_ranks), facts, [&](int source, int i, uint32_t value) {
-    if (i == HeaderInts::kTokens) a.routing.source_tokens[source] = static_cast<int32_t>(value);
-    if (i >= HeaderInts::kRows)
-      a.routing.rows[source * num_ranks + i - HeaderInts::kRows] = rows[source * num_ranks + i - HeaderInts::kRows] = static_cast<int32_t>(value);
-  });
-  return __syncthreads_and(good);
-}
-/// The rest of them, from ranks that agree.
-__device__ bool receive_pairs(const DispatchArgs& a, Call call, const FactWords* facts) {
-  const int begin = HeaderInts::later_experts(a.common.team.num_ranks), local = a.num_local;
-  const bool good = receive_headers(a.common, call, begin, begin + a.common.max_local, facts, [&](int source, int i, uint32_t value) {
-    if (i - begin < local && !move_places(a)) a.routing.expert_base[source * local + i - begin] = static_cast<int32_t>(value);
-  });
-  return __syncthreads_and(good);
-}
-
 struct Places {  // where this rank's rows go
   Offer offers[kMaxRanks];
   int32_t begin[kMaxRanks];
@@ -147,15 +127,18 @@ __device__ bool gather_places(const DispatchArgs& a, Call call, Places* places, 
       good = wait_word(c, Phase::local_blocks, c.team.rank, call.epoch, false, reinterpret_cast<const uint4*>(a.begins) + d, &begins);
       places->begin[d] = static_cast<int32_t>(begins.x);
     }
+    // Ends with all threads at one place.
+    if (!__syncthreads_and(good) || !gather_offers(c, call, places->offers, first)) return false;
   } else {
-#pragma unroll 1
-    for (int d = static_cast<int>(threadIdx.x); d < c.team.num_ranks; d += kThreads) places->begin[d] = 0;
+    // Headers and offers at the same time.
+    constexpr int kReaders = kThreads - kMaxRanks;
+    const int thread = static_cast<int>(threadIdx.x);
+    if (thread < c.team.num_ranks) places->begin[thread] = 0;
     __syncthreads();
-    const bool told = read_begins(c, call, static_cast<int>(threadIdx.x), kThreads, places->begin, places->num_rows, &places->told);
-    good = __syncthreads_and(told) && all_agree(c, places->told);
+    if (thread < kReaders) good = read_begins(c, call, thread, kReaders, places->begin, places->num_rows, &places->told);
+    else if (thread - kReaders < c.team.num_ranks) good = wait_offer(c, call, thread - kReaders, &places->offers[thread - kReaders]);
+    if (!__syncthreads_and(good) || !all_agree(c, places->told)) return false;
   }
-  // Ends with all threads at one place.
-  if (!__syncthreads_and(good) || !gather_offers(c, call, places->offers, first)) return false;
 #pragma unroll 1
   for (int d = static_cast<int>(threadIdx.x); d < c.team.num_ranks; d += kThreads) {
     std::byte* block = offered_block(c, d, places->offers[d]);
@@ -245,10 +228,15 @@ __device__ __forceinline__ bool plan_rows(const DispatchArgs& a, const PlanShape
   return true;
 }
 
-/// What follows while rows travel: pairs, tables, and what ranks tell each other about them.
+/// What follows while rows travel: pairs, tables, and what ranks tell each other about them. Where the move kernel finds places it waits for
+/// the ids of all rows, and for no table of this kernel: where ids go (*gathered: it has been found) is looked for while the other blocks
+/// tell their pairs, and the tables come last.
 __device__ __forceinline__ bool plan_pairs(const DispatchArgs& a, const PlanShape& p, const Shared& s, const Chunks& chunks, bool totals,
-                                           int in_memory, const Tables& tables, const FactWords& facts, int32_t* rows, Call call) {
+                                           int in_memory, const Tables& tables, const FactWords& facts, int32_t* rows, Places* places, bool* gathered,
+                                           Call call) {
   const int n = chunks.num, last = p.num_chunks - 1;
+  const bool ids_first = move_places(a);
+  const int gather_at = a.capacity < 0 ? n + 1 : ids_first && !totals ? 0 : n;  // exact: the host comes first
 #pragma unroll 1
   for (int i = 0; i < n; ++i) {
     const int chunk = chunks.list[i];
@@ -258,22 +246,19 @@ __device__ __forceinline__ bool plan_pairs(const DispatchArgs& a, const PlanShap
   const bool loaded = n == 1 && is_one_step(p, chunks.list[0]);
   if (loaded) sum_groups(p, s, step_of(p, chunks.list[0], 0));
 #pragma unroll 1
-  for (int i = totals ? -1 : 0; i < n; ++i) {
+  for (int i = totals ? -1 : 0;; ++i) {
+    if (i == n && totals && !ids_first && !receive_rest(a, call, facts)) return false;
+    if (i == gather_at) *gathered = gather_places<false>(a, call, places, totals);
+    if (i == n) return true;
     const int chunk = i < 0 ? last : chunks.list[i];
     if (i >= 0 && totals && chunk == last) continue;
     if (!sum_pairs(a, p, s, chunk, n == 1, i < 0, call.epoch)) return false;
     if (i < 0) {
       send_pairs(a.common, s, tables, call);
-      if (!receive_rows(a, call, &facts, rows)) return false;
-      if (a.capacity >= 0) derive_tables(a, rows, call.epoch);
+      if (!ids_first && !receive_first(a, call, facts, rows)) return false;
     }
     place_chunk(a, p, s, chunk, loaded, call.epoch);
   }
-  if (!totals) return true;
-  if (!receive_pairs(a, call, &facts)) return false;
-  if (a.counts_for_host) tell_host(a, call);
-  if (a.capacity >= 0 && threadIdx.x == 0) store_release_gpu(&a.flags[kPlanReady], call.epoch);
-  return true;
 }
 
 __global__ void __launch_bounds__(kThreads, 1) plan_kernel(const __grid_constant__ PlanShape p, const __grid_constant__ DispatchArgs a) {
@@ -308,12 +293,13 @@ __global__ void __launch_bounds__(kThreads, 1) plan_kernel(const __grid_constant
   if (totals && threadIdx.x == kThreads - 32) fill_facts(c, call.epoch, false, a.num_tokens, &facts, a.room);
   if (!plan_rows(a, p, s, chunks, totals, &loaded, bad, facts, call)) return;
   if (totals) ask_tables(c, s, &tables);
-  if (!plan_pairs(a, p, s, chunks, totals, loaded, tables, facts, rows, call)) return copies_done();
-  // Exact: the host comes first.
-  if (a.capacity < 0 || !gather_places<false>(a, call, &places, totals)) return;
+  bool gathered = false;
+  if (!plan_pairs(a, p, s, chunks, totals, loaded, tables, facts, rows, &places, &gathered, call)) return copies_done();
   const bool one = n == 1 && is_one_step(p, chunks.list[0]);
 #pragma unroll 1
-  for (int i = 0; i < n; ++i) send_meta(a, p, s, places, chunks.list[i], one, call);
+  for (int i = 0; gathered && i < n; ++i) send_meta(a, p, s, places, chunks.list[i], one, call);
+  // A block that has found that ranks do not agree leaves it to this to say so.
+  if (totals && move_places(a) && receive_first(a, call, facts, rows)) receive_rest(a, call, facts);
 }
 
 /// Exact size, once the host has found memory: offers, tables and meta data.

@@ -46,4 +46,23 @@ class Tickets {
   int total_ = 0, shares_ = 1, most_ = 1, least_ = 1, current_ = 0, end_ = 0, next_ = 0, next_size_ = 0;
 };
 
+/// The same one by one, where the last items are to be spread well: no worker holds more than the one that it has asked for.
+class OneTicket {
+ public:
+  __device__ OneTicket(uint32_t* counter, int total) : counter_(counter), total_(total) { ask(); }
+  /// The next take() waits for what comes.
+  __device__ void ask() {
+    if (lane_id() == 0) next_ = static_cast<int>(atomicAdd(counter_, 1u));
+  }
+  /// What has been asked for, -1 after the last. The whole warp calls it.
+  __device__ int take() const {
+    const int item = __shfl_sync(kFull, next_, 0);
+    return item < total_ ? item : -1;
+  }
+
+ private:
+  uint32_t* counter_;
+  int total_, next_ = 0;
+};
+
 }  // namespace turnout::engine::cuda

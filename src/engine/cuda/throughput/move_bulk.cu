@@ -69,7 +69,8 @@ __device__ __forceinline__ void count_arrival(const DispatchArgs& a, int source)
 }
 
 /// A warp lays out rows that stay, until no tickets are left. Bulk loads bring the next row while one is laid out, and the first ones
-/// before it is known where rows go.
+/// before it is known where rows go. What it takes to find a row's places is asked for a row ahead, its token two: no row waits for
+/// answers one after the other.
 class OwnRows {
  public:
   __device__ __forceinline__ OwnRows(const DispatchArgs& a, const MoveShape& p, const Shared& sh, Worker* w, Call call)
@@ -78,18 +79,30 @@ class OwnRows {
   __device__ __forceinline__ void begin(int warps) {
     const int me = a_.common.team.rank;
     tickets_ = Tickets(&a_.common.lane_control->tickets[call_.copy][kOwnTicket], sh_.begins[me + 1] - sh_.begins[me], warps, 1);
-    item_ = load(&token_);
+    take();
+    load();
+  }
+  /// What the first row's places take, before the tables are made: rows are placed before pairs are.
+  __device__ __forceinline__ void look() {
+    if (!finds_ || item_ < 0) return;
+    if (lane_id() == 0) wait_local(a_.common, call_.epoch, &a_.flags[kPlaced + token_ / p_.chunk_tokens]);
+    __syncwarp();
+    asked_.ask(a_, token_);
+    looked_ = true;
   }
   __device__ __forceinline__ void run() {
     const int me = a_.common.team.rank;
-    if (finds_ && item_ >= 0) pairs_ = own_pairs(a_, token_);  // not before: rows are placed before pairs are
+    if (!looked_ && finds_ && item_ >= 0) asked_.ask(a_, token_);
     while (item_ >= 0) {
-      const int slot = w_->slot, row = sh_.begins[me] + item_, token = token_;
+      const int slot = w_->slot, row = sh_.begins[me] + item_;
       const std::byte* stage = w_->stage(p_);
-      const Pairs pairs = pairs_;
+      const OwnPairs asked = asked_;
+      const PairWeights weights(a_, a_.routing.topk_weights + static_cast<int64_t>(token_) * a_.num_topk);
       w_->advance(p_);
-      item_ = load(&token_);
-      if (finds_ && item_ >= 0) pairs_ = own_pairs(a_, token_);
+      load();
+      if (finds_ && item_ >= 0) asked_.ask(a_, token_);
+      Pairs pairs;
+      if (finds_) pairs = asked.get(a_);
       int to[2];
       if (finds_) places_of(a_, me, row, pairs, to);
       else find_places(a_, row, to);
@@ -97,7 +110,7 @@ class OwnRows {
       w_->phases ^= 1u << slot;
       place_stage(a_, p_, stage, to);
       count_arrival(a_, me);
-      if (move_places(a_)) note_places(a_, row, pairs, to, a_.routing.topk_weights + static_cast<int64_t>(token) * a_.num_topk);
+      if (move_places(a_)) note_places(a_, row, pairs, to, weights);
     }
   }
   /// Instead of that: no copy may be under way when the block ends.
@@ -106,15 +119,23 @@ class OwnRows {
   }
 
  private:
-  __device__ __forceinline__ int load(int* token) {
-    const int item = tickets_.take();
-    if (item < 0) return -1;
-    *token = __ldcg(a_.routing.own_tokens + item);
-    if (!quantised_.wait(a_, *token, call_)) return -1;
+  __device__ __forceinline__ void take() {
+    next_ = tickets_.take();
+    if (next_ >= 0) next_token_ = __ldcg(a_.routing.own_tokens + next_);
+  }
+  /// The row that has been taken, and takes one more.
+  __device__ __forceinline__ void load() {
+    item_ = next_;
+    token_ = next_token_;
+    if (item_ < 0) return;
+    take();
+    if (!quantised_.wait(a_, token_, call_)) {
+      item_ = -1;
+      return;
+    }
     bulk_wait_read_at_most(p_.work_ring - 2);  // the row before is not stored yet
     __syncwarp();
-    load_stage(a_, p_, w_->stage(p_), w_->full + w_->slot, *token);
-    return item;
+    load_stage(a_, p_, w_->stage(p_), w_->full + w_->slot, token_);
   }
 
   const DispatchArgs& a_;
@@ -125,8 +146,9 @@ class OwnRows {
   bool finds_;  ///< own rows' places from the tables: the admit kernel may not have come so far
   Quantised quantised_;
   Tickets tickets_;
-  int item_ = -1, token_ = 0;
-  Pairs pairs_;
+  int item_ = -1, token_ = 0, next_ = -1, next_token_ = 0;
+  bool looked_ = false;
+  OwnPairs asked_;
 };
 
 /// The same for rows that arrive. False: given up.
@@ -141,37 +163,54 @@ __device__ bool lay_out_arrived(const DispatchArgs& a, const MoveShape& p, Share
   }
   int most = 0;
   for (int s = 0; s < c.team.num_ranks; ++s) most = s == me ? most : max(most, sh.begins[s + 1] - sh.begins[s]);
-  Tickets tickets(&c.lane_control->tickets[call.copy][kRowTicket], most * others, warps, 1);
-  for (;;) {
-    const int item = tickets.take();
-    if (item < 0) return true;
-    const int s = (me + 1 + item % others) % c.team.num_ranks, i = item / others, row = sh.begins[s] + i;
-    if (row >= sh.begins[s + 1]) continue;
+  OneTicket tickets(&c.lane_control->tickets[call.copy][kRowTicket], most * others);
+  // The next row that a source has sent.
+  int s = 0, row = 0;
+  const auto next = [&] {
+    for (;;) {
+      const int item = tickets.take();
+      if (item < 0) return false;
+      s = (me + 1 + item % others) % c.team.num_ranks;
+      row = sh.begins[s] + item / others;
+      if (row < sh.begins[s + 1]) return true;
+      tickets.ask();
+    }
+  };
+  Pairs next_pairs;
+  bool more = next();
+  if (more && move_places(a)) next_pairs = received_pairs(a, p, row);
+  while (more) {
+    const int source = s, at = row;
+    const Pairs pairs = next_pairs;
+    tickets.ask();
     int to[2];
-    Pairs pairs;
     if (move_places(a)) {
-      pairs = received_pairs(a, p, row);
-      places_of(a, s, row, pairs, to);
+      places_of(a, source, at, pairs, to);
     } else {
-      find_places(a, row, to);
+      find_places(a, at, to);
     }
     bool came = true;
     if (lane_id() == 0) {
-      const std::byte* signal = c.team.base[me] + c.arena.row_at(c.lane, call.copy, s, i);
-      came = wait_signal(c, Phase::rows, s, call.epoch, true, reinterpret_cast<const uint64_t*>(signal), nullptr);
+      const std::byte* signal = c.team.base[me] + c.arena.row_at(c.lane, call.copy, source, at - sh.begins[source]);
+      came = wait_signal(c, Phase::rows, source, call.epoch, true, reinterpret_cast<const uint64_t*>(signal), nullptr);
     }
     if (!__shfl_sync(kFull, came, 0)) return false;
     bulk_wait_read_at_most(p.work_ring - 1);
     __syncwarp();
     std::byte* stage = w->stage(p);
     w->advance(p);
-    fetch_arrived(a, p, row, stage);
+    fetch_arrived(a, p, at, stage);
+    const PairWeights weights(a, received<float>(a, p.block_weights) + static_cast<int64_t>(at) * a.num_topk);
+    // What the next row's places take comes while this one is stored.
+    more = next();
+    if (more && move_places(a)) next_pairs = received_pairs(a, p, row);
     fence_shared_to_bulk();
     __syncwarp();
     place_stage(a, p, stage, to);
-    count_arrival(a, s);
-    if (move_places(a)) note_places(a, row, pairs, to, received<float>(a, p.block_weights) + static_cast<int64_t>(row) * a.num_topk);
+    count_arrival(a, source);
+    if (move_places(a)) note_places(a, at, pairs, to, weights);
   }
+  return true;
 }
 
 /// The same for rows that arrive in memory of the host.
@@ -186,13 +225,18 @@ __device__ bool take_arrived(const DispatchArgs& a, const MoveShape& p, Shared& 
   });
 }
 
-/// Padding of expert_major groups is zero. The warps that lay no rows out do it.
+/// Padding of expert_major groups is zero. The warps that lay no rows out and look for nothing do it: all blocks about as much, and as soon as
+/// it is known where, while the memory has little else to do. Where there are more warps than experts, a few share one.
 __device__ void pad_groups(const DispatchArgs& a, const MoveShape& p, const std::byte* zeros, int index, int count) {
-  const int lanes = (kWarps - p.workers) * 32, first = static_cast<int>(threadIdx.x) - p.workers * 32;
+  const int warps = (kWarps - 1 - p.workers) * count, parts = max(1, warps / max(a.num_local, 1));
   const uint64_t policy = evict_first_policy();
-  for (int e = index; e < a.num_local; e += count) {
-    const int64_t end = __ldcg(a.routing.expert_offsets + e + 1);
-    for (int64_t i = __ldcg(a.routing.expert_offsets + e) + __ldcg(a.routing.expert_counts + e) + first; i < end; i += lanes) {
+#pragma unroll 1
+  for (int u = index + (warp_id() - p.workers) * count; u < a.num_local * parts; u += warps) {
+    const int e = u % a.num_local;
+    const int64_t begin = __ldcg(a.routing.expert_offsets + e), n = __ldcg(a.routing.expert_counts + e),
+                  end = __ldcg(a.routing.expert_offsets + e + 1);
+#pragma unroll 1
+    for (int64_t i = begin + n + u / a.num_local * 32 + lane_id(); i < end; i += parts * 32) {
       bulk_store(a.out_x + i * a.out_stride, zeros, static_cast<uint32_t>(a.x_bytes), policy);
       if (a.scale_bytes) bulk_store(a.out_scales + i * a.scale_bytes, zeros, static_cast<uint32_t>(a.scale_bytes));
 #pragma unroll 1
@@ -209,7 +253,7 @@ __device__ void receive_part(const DispatchArgs& a, const MoveShape& p, Shared& 
   const bool begins_with_own = warp < p.workers && !p.receivers && warp % 2 == 0;
   Worker worker(p, sh, ring);
   OwnRows own(a, p, sh, &worker, call);
-  if (begins_with_own) own.begin(warps);
+  if (begins_with_own) own.begin(warps), own.look();
   // Counts of experts, and the places of this rank's pairs.
   const int chunk = static_cast<int>(threadIdx.x) - 32;
   bool counted = true;
@@ -220,7 +264,7 @@ __device__ void receive_part(const DispatchArgs& a, const MoveShape& p, Shared& 
     sh.is_admitted = wait_local(a.common, call.epoch, &a.flags[kAdmitted]);
     barrier_arrive(&sh.admitted);
   }
-  if (warp >= p.workers && p.zero_bytes && index >= 0) pad_groups(a, p, ring + p.zero_at, index, count);
+  if (warp >= p.workers && warp < kWarps - 1 && p.zero_bytes && index >= 0) pad_groups(a, p, ring + p.zero_at, index, count);
   // Through the host a few blocks take what arrives, before what is here already.
   if (p.receivers && index < p.receivers) {
     const bool good = warp < p.takers ? take_arrived(a, p, sh, ring, call) : true;

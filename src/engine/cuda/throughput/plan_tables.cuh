@@ -80,4 +80,37 @@ __device__ __noinline__ inline void tell_host(const DispatchArgs& a, Call call) 
   publish_counts(a.counts_for_host, call.epoch);
 }
 
+/// Headers in as far as rows go, which go to `rows` too. False: given up.
+__device__ inline bool receive_rows(const DispatchArgs& a, Call call, const FactWords* facts, int32_t* rows) {
+  const Common& c = a.common;
+  const int num_ranks = c.team.num_ranks;
+  const bool good = receive_headers(c, call, 0, HeaderInts::experts(num_ranks), facts, [&](int source, int i, uint32_t value) {
+    if (i == HeaderInts::kTokens) a.routing.source_tokens[source] = static_cast<int32_t>(value);
+    if (i >= HeaderInts::kRows)
+      a.routing.rows[source * num_ranks + i - HeaderInts::kRows] = rows[source * num_ranks + i - HeaderInts::kRows] = static_cast<int32_t>(value);
+  });
+  return __syncthreads_and(good);
+}
+/// The rest of them, from ranks that agree.
+__device__ inline bool receive_pairs(const DispatchArgs& a, Call call, const FactWords* facts) {
+  const int begin = HeaderInts::later_experts(a.common.team.num_ranks), local = a.num_local;
+  const bool good = receive_headers(a.common, call, begin, begin + a.common.max_local, facts, [&](int source, int i, uint32_t value) {
+    if (i - begin < local && !move_places(a)) a.routing.expert_base[source * local + i - begin] = static_cast<int32_t>(value);
+  });
+  return __syncthreads_and(good);
+}
+
+/// The headers of all ranks and what follows from them. False: given up.
+__device__ __forceinline__ bool receive_first(const DispatchArgs& a, Call call, const FactWords& facts, int32_t* rows) {
+  if (!receive_rows(a, call, &facts, rows)) return false;
+  if (a.capacity >= 0) derive_tables(a, rows, call.epoch);
+  return true;
+}
+__device__ __forceinline__ bool receive_rest(const DispatchArgs& a, Call call, const FactWords& facts) {
+  if (!receive_pairs(a, call, &facts)) return false;
+  if (a.counts_for_host) tell_host(a, call);
+  if (a.capacity >= 0 && threadIdx.x == 0) store_release_gpu(&a.flags[kPlanReady], call.epoch);
+  return true;
+}
+
 }  // namespace turnout::engine::cuda
