@@ -12,11 +12,18 @@ inline constexpr uint32_t kUnitWords = kPayload<kType> / 4;
 template <DType kType>
 inline constexpr uint32_t kUnitRest = kUnitWords<kType> / kWordPayload;
 
+/// Code for older GPUs has no lines, and no Buffer that has one of them has any.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+inline constexpr bool kMayHaveLines = false;
+#else
+inline constexpr bool kMayHaveLines = true;
+#endif
+
 /// Whether partial sums come in lines: a constant where Args say so, else the same for all calls of a Buffer.
 template <class Args>
 __device__ __forceinline__ bool has_lines(const Work<Args>& w) {
   if constexpr (requires { Args::kHasLines; }) return Args::kHasLines;
-  else return w.f.lines != 0;
+  else return kMayHaveLines && w.f.lines != 0;
 }
 __device__ __forceinline__ bool ends_line() { return lane_id() % PartialFormat::kLineUnits == PartialFormat::kLineUnits - 1; }
 

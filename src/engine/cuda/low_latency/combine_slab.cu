@@ -17,7 +17,7 @@ constexpr DType kType = DType::bf16;
 template <bool kLines>
 struct Sums : SlabSums {
   explicit Sums(const CombineArgs& a) : SlabSums(a) {}
-  static constexpr bool kHasLines = kLines;
+  static constexpr bool kHasLines = kLines && kMayHaveLines;
 };
 
 constexpr int kTopk = SlabSums::num_topk, kMostUnits = 320, kMostThreads = kMostUnits + 32, kNotAsked = -2;
@@ -262,7 +262,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     copy_async(records + s, a.routing.record_begin + s);
     copy_async(sent + s, a.routing.sent + s);
   }
-  const PartialFormat f = PartialFormat::of(a.hidden, kElement<kType>, kTopk, false, kLines ? c.arena.ll_combine_lines : 0);
+  const PartialFormat f = PartialFormat::of(a.hidden, kElement<kType>, kTopk, false, a.kHasLines ? c.arena.ll_combine_lines : 0);
   const Chunks chunks(a, unit, f.units);
   const Own own{memory, &barrier, &fetched, static_cast<int32_t>(a.hidden) * kElement<kType>};
   const bool whole = begun.broken >= 0;
