@@ -76,9 +76,9 @@ class OwnRows {
   __device__ __forceinline__ OwnRows(const DispatchArgs& a, const MoveShape& p, const Shared& sh, Worker* w, Call call)
       : a_(a), p_(p), sh_(sh), w_(w), call_(call), finds_(a.chained && a.layout != Layout::rank_major) {}
   /// Takes a first row, once the rows of this rank's tokens are placed.
-  __device__ __forceinline__ void begin(int warps) {
+  __device__ __forceinline__ void begin() {
     const int me = a_.common.team.rank;
-    tickets_ = Tickets(&a_.common.lane_control->tickets[call_.copy][kOwnTicket], sh_.begins[me + 1] - sh_.begins[me], warps, 1);
+    tickets_ = OneTicket(&a_.common.lane_control->tickets[call_.copy][kOwnTicket], sh_.begins[me + 1] - sh_.begins[me]);
     take();
     load();
   }
@@ -121,7 +121,9 @@ class OwnRows {
  private:
   __device__ __forceinline__ void take() {
     next_ = tickets_.take();
-    if (next_ >= 0) next_token_ = __ldcg(a_.routing.own_tokens + next_);
+    if (next_ < 0) return;
+    tickets_.ask();
+    next_token_ = __ldcg(a_.routing.own_tokens + next_);
   }
   /// The row that has been taken, and takes one more.
   __device__ __forceinline__ void load() {
@@ -145,14 +147,14 @@ class OwnRows {
   Call call_;
   bool finds_;  ///< own rows' places from the tables: the admit kernel may not have come so far
   Quantised quantised_;
-  Tickets tickets_;
+  OneTicket tickets_;
   int item_ = -1, token_ = 0, next_ = -1, next_token_ = 0;
   bool looked_ = false;
   OwnPairs asked_;
 };
 
 /// The same for rows that arrive. False: given up.
-__device__ bool lay_out_arrived(const DispatchArgs& a, const MoveShape& p, Shared& sh, Worker* w, int warps, Call call) {
+__device__ bool lay_out_arrived(const DispatchArgs& a, const MoveShape& p, Shared& sh, Worker* w, Call call) {
   const Common& c = a.common;
   const int me = c.team.rank, others = c.team.num_ranks - 1;
   if (move_places(a)) {
@@ -248,12 +250,12 @@ __device__ void pad_groups(const DispatchArgs& a, const MoveShape& p, const std:
 
 /// `index` of `count` blocks that pad groups; -1: this one does not.
 __device__ void receive_part(const DispatchArgs& a, const MoveShape& p, Shared& sh, std::byte* ring, int index, int count, Call call) {
-  const int warp = warp_id(), warps = static_cast<int>(gridDim.x) * p.workers;
+  const int warp = warp_id();
   // Half of the warps begin with what is here already. One warp of those that lay out no rows looks for the block.
   const bool begins_with_own = warp < p.workers && !p.receivers && warp % 2 == 0;
   Worker worker(p, sh, ring);
   OwnRows own(a, p, sh, &worker, call);
-  if (begins_with_own) own.begin(warps), own.look();
+  if (begins_with_own) own.begin(), own.look();
   // Counts of experts, and the places of this rank's pairs.
   const int chunk = static_cast<int>(threadIdx.x) - 32;
   bool counted = true;
@@ -272,10 +274,10 @@ __device__ void receive_part(const DispatchArgs& a, const MoveShape& p, Shared& 
     if (!__syncthreads_and(good)) return bulk_wait<0>();
   }
   if (warp < p.workers) {
-    if (!begins_with_own && !p.receivers && !lay_out_arrived(a, p, sh, &worker, warps, call)) return bulk_wait<0>();
-    if (!begins_with_own) own.begin(warps);
+    if (!begins_with_own && !p.receivers && !lay_out_arrived(a, p, sh, &worker, call)) return bulk_wait<0>();
+    if (!begins_with_own) own.begin();
     own.run();
-    if (begins_with_own) lay_out_arrived(a, p, sh, &worker, warps, call);
+    if (begins_with_own) lay_out_arrived(a, p, sh, &worker, call);
   }
   bulk_wait<0>();
 }
