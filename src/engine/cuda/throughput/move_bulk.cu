@@ -44,16 +44,15 @@ __device__ __forceinline__ void find_places(const DispatchArgs& a, int row, int 
   }
 }
 
-/// A warp that lays out rows: its part of the ring.
+/// A warp that lays out rows: its part of the ring. Where that begins is worked out when it is needed: registers are scarce.
 struct Worker {
-  std::byte* ring;
-  uint64_t* full;
+  std::byte* all;
   int slot = 0;
   uint32_t phases = 0;  ///< of the barriers, a bit each
 
-  __device__ Worker(const MoveShape& p, Shared& sh, std::byte* all)
-      : ring(all + static_cast<int64_t>(warp_id()) * p.work_ring * p.stage_bytes), full(sh.own + warp_id() * kMostWorkRing) {}
-  __device__ std::byte* stage(const MoveShape& p) const { return ring + static_cast<int64_t>(slot) * p.stage_bytes; }
+  __device__ explicit Worker(std::byte* ring) : all(ring) {}
+  __device__ std::byte* stage(const MoveShape& p) const { return all + static_cast<int64_t>(warp_id() * p.work_ring + slot) * p.stage_bytes; }
+  __device__ static uint64_t* full(Shared& sh, int slot) { return sh.own + warp_id() * kMostWorkRing + slot; }
   __device__ void advance(const MoveShape& p) { slot = slot + 1 == p.work_ring ? 0 : slot + 1; }
 };
 
@@ -73,7 +72,7 @@ __device__ __forceinline__ void count_arrival(const DispatchArgs& a, int source)
 /// answers one after the other.
 class OwnRows {
  public:
-  __device__ __forceinline__ OwnRows(const DispatchArgs& a, const MoveShape& p, const Shared& sh, Worker* w, Call call)
+  __device__ __forceinline__ OwnRows(const DispatchArgs& a, const MoveShape& p, Shared& sh, Worker* w, Call call)
       : a_(a), p_(p), sh_(sh), w_(w), call_(call), finds_(a.chained && a.layout != Layout::rank_major) {}
   /// Takes a first row, once the rows of this rank's tokens are placed.
   __device__ __forceinline__ void begin() {
@@ -106,7 +105,7 @@ class OwnRows {
       int to[2];
       if (finds_) places_of(a_, me, row, pairs, to);
       else find_places(a_, row, to);
-      barrier_wait(w_->full + slot, w_->phases >> slot & 1);
+      barrier_wait(Worker::full(sh_, slot), w_->phases >> slot & 1);
       w_->phases ^= 1u << slot;
       place_stage(a_, p_, stage, to);
       count_arrival(a_, me);
@@ -115,7 +114,7 @@ class OwnRows {
   }
   /// Instead of that: no copy may be under way when the block ends.
   __device__ __forceinline__ void drop() const {
-    if (item_ >= 0) barrier_wait(w_->full + w_->slot, w_->phases >> w_->slot & 1);
+    if (item_ >= 0) barrier_wait(Worker::full(sh_, w_->slot), w_->phases >> w_->slot & 1);
   }
 
  private:
@@ -137,12 +136,12 @@ class OwnRows {
     }
     bulk_wait_read_at_most(p_.work_ring - 2);  // the row before is not stored yet
     __syncwarp();
-    load_stage(a_, p_, w_->stage(p_), w_->full + w_->slot, token_);
+    load_stage(a_, p_, w_->stage(p_), Worker::full(sh_, w_->slot), token_);
   }
 
   const DispatchArgs& a_;
   const MoveShape& p_;
-  const Shared& sh_;
+  Shared& sh_;
   Worker* w_;
   Call call_;
   bool finds_;  ///< own rows' places from the tables: the admit kernel may not have come so far
@@ -253,7 +252,7 @@ __device__ void receive_part(const DispatchArgs& a, const MoveShape& p, Shared& 
   const int warp = warp_id();
   // Half of the warps begin with what is here already. One warp of those that lay out no rows looks for the block.
   const bool begins_with_own = warp < p.workers && !p.receivers && warp % 2 == 0;
-  Worker worker(p, sh, ring);
+  Worker worker(ring);
   OwnRows own(a, p, sh, &worker, call);
   if (begins_with_own) own.begin(), own.look();
   // Counts of experts, and the places of this rank's pairs.
