@@ -49,6 +49,7 @@ class Tickets {
 /// The same one by one, where the last items are to be spread well: no worker holds more than the one that it has asked for.
 class OneTicket {
  public:
+  __device__ OneTicket() {}
   __device__ OneTicket(uint32_t* counter, int total) : counter_(counter), total_(total) { ask(); }
   /// The next take() waits for what comes.
   __device__ void ask() {
@@ -61,8 +62,8 @@ class OneTicket {
   }
 
  private:
-  uint32_t* counter_;
-  int total_, next_ = 0;
+  uint32_t* counter_ = nullptr;
+  int total_ = 0, next_ = 0;
 };
 
 }  // namespace turnout::engine::cuda

@@ -44,16 +44,15 @@ __device__ __forceinline__ void find_places(const DispatchArgs& a, int row, int 
   }
 }
 
-/// A warp that lays out rows: its part of the ring.
+/// A warp that lays out rows: its part of the ring. Where that begins is worked out when it is needed: registers are scarce.
 struct Worker {
-  std::byte* ring;
-  uint64_t* full;
+  std::byte* all;
   int slot = 0;
   uint32_t phases = 0;  ///< of the barriers, a bit each
 
-  __device__ Worker(const MoveShape& p, Shared& sh, std::byte* all)
-      : ring(all + static_cast<int64_t>(warp_id()) * p.work_ring * p.stage_bytes), full(sh.own + warp_id() * kMostWorkRing) {}
-  __device__ std::byte* stage(const MoveShape& p) const { return ring + static_cast<int64_t>(slot) * p.stage_bytes; }
+  __device__ explicit Worker(std::byte* ring) : all(ring) {}
+  __device__ std::byte* stage(const MoveShape& p) const { return all + static_cast<int64_t>(warp_id() * p.work_ring + slot) * p.stage_bytes; }
+  __device__ static uint64_t* full(Shared& sh, int slot) { return sh.own + warp_id() * kMostWorkRing + slot; }
   __device__ void advance(const MoveShape& p) { slot = slot + 1 == p.work_ring ? 0 : slot + 1; }
 };
 
@@ -73,12 +72,12 @@ __device__ __forceinline__ void count_arrival(const DispatchArgs& a, int source)
 /// answers one after the other.
 class OwnRows {
  public:
-  __device__ __forceinline__ OwnRows(const DispatchArgs& a, const MoveShape& p, const Shared& sh, Worker* w, Call call)
+  __device__ __forceinline__ OwnRows(const DispatchArgs& a, const MoveShape& p, Shared& sh, Worker* w, Call call)
       : a_(a), p_(p), sh_(sh), w_(w), call_(call), finds_(a.chained && a.layout != Layout::rank_major) {}
   /// Takes a first row, once the rows of this rank's tokens are placed.
-  __device__ __forceinline__ void begin(int warps) {
+  __device__ __forceinline__ void begin() {
     const int me = a_.common.team.rank;
-    tickets_ = Tickets(&a_.common.lane_control->tickets[call_.copy][kOwnTicket], sh_.begins[me + 1] - sh_.begins[me], warps, 1);
+    tickets_ = OneTicket(&a_.common.lane_control->tickets[call_.copy][kOwnTicket], sh_.begins[me + 1] - sh_.begins[me]);
     take();
     load();
   }
@@ -106,7 +105,7 @@ class OwnRows {
       int to[2];
       if (finds_) places_of(a_, me, row, pairs, to);
       else find_places(a_, row, to);
-      barrier_wait(w_->full + slot, w_->phases >> slot & 1);
+      barrier_wait(Worker::full(sh_, slot), w_->phases >> slot & 1);
       w_->phases ^= 1u << slot;
       place_stage(a_, p_, stage, to);
       count_arrival(a_, me);
@@ -115,13 +114,15 @@ class OwnRows {
   }
   /// Instead of that: no copy may be under way when the block ends.
   __device__ __forceinline__ void drop() const {
-    if (item_ >= 0) barrier_wait(w_->full + w_->slot, w_->phases >> w_->slot & 1);
+    if (item_ >= 0) barrier_wait(Worker::full(sh_, w_->slot), w_->phases >> w_->slot & 1);
   }
 
  private:
   __device__ __forceinline__ void take() {
     next_ = tickets_.take();
-    if (next_ >= 0) next_token_ = __ldcg(a_.routing.own_tokens + next_);
+    if (next_ < 0) return;
+    tickets_.ask();
+    next_token_ = __ldcg(a_.routing.own_tokens + next_);
   }
   /// The row that has been taken, and takes one more.
   __device__ __forceinline__ void load() {
@@ -135,24 +136,24 @@ class OwnRows {
     }
     bulk_wait_read_at_most(p_.work_ring - 2);  // the row before is not stored yet
     __syncwarp();
-    load_stage(a_, p_, w_->stage(p_), w_->full + w_->slot, token_);
+    load_stage(a_, p_, w_->stage(p_), Worker::full(sh_, w_->slot), token_);
   }
 
   const DispatchArgs& a_;
   const MoveShape& p_;
-  const Shared& sh_;
+  Shared& sh_;
   Worker* w_;
   Call call_;
   bool finds_;  ///< own rows' places from the tables: the admit kernel may not have come so far
   Quantised quantised_;
-  Tickets tickets_;
+  OneTicket tickets_;
   int item_ = -1, token_ = 0, next_ = -1, next_token_ = 0;
   bool looked_ = false;
   OwnPairs asked_;
 };
 
 /// The same for rows that arrive. False: given up.
-__device__ bool lay_out_arrived(const DispatchArgs& a, const MoveShape& p, Shared& sh, Worker* w, int warps, Call call) {
+__device__ bool lay_out_arrived(const DispatchArgs& a, const MoveShape& p, Shared& sh, Worker* w, Call call) {
   const Common& c = a.common;
   const int me = c.team.rank, others = c.team.num_ranks - 1;
   if (move_places(a)) {
@@ -248,12 +249,12 @@ __device__ void pad_groups(const DispatchArgs& a, const MoveShape& p, const std:
 
 /// `index` of `count` blocks that pad groups; -1: this one does not.
 __device__ void receive_part(const DispatchArgs& a, const MoveShape& p, Shared& sh, std::byte* ring, int index, int count, Call call) {
-  const int warp = warp_id(), warps = static_cast<int>(gridDim.x) * p.workers;
+  const int warp = warp_id();
   // Half of the warps begin with what is here already. One warp of those that lay out no rows looks for the block.
   const bool begins_with_own = warp < p.workers && !p.receivers && warp % 2 == 0;
-  Worker worker(p, sh, ring);
+  Worker worker(ring);
   OwnRows own(a, p, sh, &worker, call);
-  if (begins_with_own) own.begin(warps), own.look();
+  if (begins_with_own) own.begin(), own.look();
   // Counts of experts, and the places of this rank's pairs.
   const int chunk = static_cast<int>(threadIdx.x) - 32;
   bool counted = true;
@@ -272,10 +273,10 @@ __device__ void receive_part(const DispatchArgs& a, const MoveShape& p, Shared& 
     if (!__syncthreads_and(good)) return bulk_wait<0>();
   }
   if (warp < p.workers) {
-    if (!begins_with_own && !p.receivers && !lay_out_arrived(a, p, sh, &worker, warps, call)) return bulk_wait<0>();
-    if (!begins_with_own) own.begin(warps);
+    if (!begins_with_own && !p.receivers && !lay_out_arrived(a, p, sh, &worker, call)) return bulk_wait<0>();
+    if (!begins_with_own) own.begin();
     own.run();
-    if (begins_with_own) lay_out_arrived(a, p, sh, &worker, warps, call);
+    if (begins_with_own) lay_out_arrived(a, p, sh, &worker, call);
   }
   bulk_wait<0>();
 }
