@@ -32,6 +32,13 @@ TEST_P(LitmusTest, FlaggedWordsAreNeverTorn) {
   EXPECT_GT(l.changes, 10'000u) << "the reader saw too little for the answer to mean anything";
   EXPECT_EQ(l.torn_words, 0u);
 }
+/// What rows of low_latency dispatches rest on: eight lanes store a line in one instruction, and eight load it.
+TEST_P(LitmusTest, LinesOfFlaggedWordsAreNeverTorn) {
+  const Litmus l = look(Access::word);
+  EXPECT_GT(l.changes, 10'000u);
+  EXPECT_EQ(l.torn_lines, 0u);
+  EXPECT_EQ(l.lines_behind_flag, 0u);
+}
 TEST_P(LitmusTest, VectorsOfSixteenBytesAreNeverTorn) {
   const Litmus l = look(Access::vector);
   EXPECT_GT(l.changes, 10'000u);

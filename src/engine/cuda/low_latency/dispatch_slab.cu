@@ -38,7 +38,7 @@ __device__ __noinline__ void send_for_rest(const DispatchArgs& a, RowFormat f, T
 __device__ __noinline__ void tell_of_bad_id(const SlabArgs& a, Call call, int bad) { write_reason(a.common, bad_id(a, call, bad)); }
 
 /// Weights of rows that are not there.
-__device__ __forceinline__ void fill_rest(const Work<SlabArgs>& w) {
+__device__ __forceinline__ void fill_rest(const auto& w) {
   const SlabArgs& a = w.a;
 #pragma unroll 1
   for (int e = w.worker * num_warps() + warp_id(); e < a.num_local; e += w.workers * num_warps()) {
@@ -77,8 +77,9 @@ struct Begun {
   Counted counted;
   float weight;
 };
-__device__ __forceinline__ Begun begin(const SlabArgs& a, const Tables& t, const RowFormat& f, int builders, bool some, int worker, std::byte* row,
-                                       Found* found, FactWords* facts) {
+template <bool kLines>
+__device__ __forceinline__ Begun begin(const SlabArgs& a, const Tables& t, const FormatOf<kLines>& f, int builders, bool some, int worker,
+                                       std::byte* row, Found* found, FactWords* facts) {
   const Common& c = a.common;
   const int counter = thread() - builders, counters = num_threads() - builders;
   const bool tells = block() == 0, counts = some && counter >= 0;
@@ -114,8 +115,8 @@ __device__ __forceinline__ Begun begin(const SlabArgs& a, const Tables& t, const
     if (thread() < num_blocks()) b.seen_started = *reinterpret_cast<const volatile uint32_t*>(&c.lane_control->started[thread()]);
     __syncwarp();
     sync_some(kBuildersBarrier + warp_id(), 32 + counters);
-    const int first = warp_id() * kWarpWords;
-    if (!start.over) send_words(a, *found, b.call, row, first, min(first + kWarpWords, words_of_x(a)), counters / 32);
+    const Part part = part_of<kLines>(static_cast<int>(a.hidden), warp_id());
+    if (!__any_sync(kFull, start.over)) send_words(a, f, *found, b.call, row, part.first, part.end, counters / 32);
     bulk_can_read();
   }
   if (__syncthreads_or(start.over || bad >= 0)) {
@@ -133,8 +134,9 @@ __device__ __forceinline__ Begun begin(const SlabArgs& a, const Tables& t, const
   return b;
 }
 
-__global__ void __launch_bounds__(kMostThreads, 1)
-    slab_kernel(int builders, const __grid_constant__ RowFormat f, const __grid_constant__ SlabArgs a, const __grid_constant__ SharedPlan plan) {
+template <bool kLines>
+__global__ void __launch_bounds__(kMostThreads, 1) slab_kernel(int builders, const __grid_constant__ FormatOf<kLines> f,
+                                                               const __grid_constant__ SlabArgs a, const __grid_constant__ SharedPlan plan) {
   extern __shared__ __align__(128) std::byte memory[];
   __shared__ Found found;
   __shared__ Admission admission;
@@ -155,9 +157,13 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     return;
   }
   const HeaderItems items(a);
-  const Work<SlabArgs> w{a, call, f, plan, t, nullptr, &admission, memory, nullptr, worker, workers};
+  const Work<SlabArgs, FormatOf<kLines>> w{a, call, f, plan, t, nullptr, &admission, memory, nullptr, worker, workers};
   const uint4 seen = items.peek(c, call, thread());
   const RowWords first_words = ask_first_row(w);
+  if (kLines && some && thread() < builders) {
+    const Part part = part_of<kLines>(static_cast<int>(a.hidden), warp_id());
+    send_words(a, f, found, call, memory, part.end, part.border, (num_threads() - builders) / 32);
+  }
   if (some && thread() / 32 == builders / 32)
     finish_token(a, f, t, begun.counted, (num_threads() - builders) / 32, begun.weight, worker, call, memory, found, &own_place);
   if (__syncthreads_or(!have_started_soon(c, call.epoch, begun.seen_started))) send_for_rest(a, f, t, &facts, call, w.received_row(0));
@@ -195,9 +201,14 @@ cudaError_t launch_dispatch_slab(const DispatchArgs& a, int blocks, cudaStream_t
   const SharedPlan plan = SharedPlan::of(a, blocks > 1 ? blocks - 1 : 1);
   const int builders = builders_for(a), threads = builders + counters_for(a);
   const RowFormat f = RowFormat::of(a);
-  return launch_kernel(slab_kernel, blocks, threads, static_cast<size_t>(plan.num_bytes), stream, a.chained, builders, f, SlabArgs(a), plan);
+  const auto bytes = static_cast<size_t>(plan.num_bytes);
+  if (f.lines) return launch_kernel(slab_kernel<true>, blocks, threads, bytes, stream, a.chained, builders, FormatOf<true>(f), SlabArgs(a), plan);
+  return launch_kernel(slab_kernel<false>, blocks, threads, bytes, stream, a.chained, builders, FormatOf<false>(f), SlabArgs(a), plan);
 }
 
-cudaError_t prepare_dispatch_slab() { return load_kernel(reinterpret_cast<const void*>(slab_kernel), SharedPlan::kMost); }
+cudaError_t prepare_dispatch_slab() {
+  const cudaError_t bad = load_kernel(reinterpret_cast<const void*>(slab_kernel<true>), SharedPlan::kMost);
+  return bad ? bad : load_kernel(reinterpret_cast<const void*>(slab_kernel<false>), SharedPlan::kMost);
+}
 
 }  // namespace turnout::engine::cuda::low_latency

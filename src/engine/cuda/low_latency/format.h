@@ -38,10 +38,16 @@ struct SlabSums : CombineArgs {
 
 constexpr TURNOUT_HOST_DEVICE int64_t words_for(int64_t bytes) { return core::ceil_div(bytes, static_cast<int64_t>(kWordPayload * 4)); }
 
+/// Where rows travel in whole lines (Common::lines): words of 16 bytes of a line; its payload, in bytes, before 32 bits of epoch.
+inline constexpr int kLineWords = 8, kLinePayload = 124;
+/// Where in a row the payload of word `w` begins.
+constexpr TURNOUT_HOST_DEVICE int line_byte(int w) { return w / kLineWords * kLinePayload + w % kLineWords * 16; }
+
 /// A dispatched row, in bytes: x, scales, side arrays, each from a multiple of 16 on; then, where the routing is new, what its
 /// receiver must know of every k.
 struct RowFormat {
-  int32_t scales, side, meta, num_bytes, num_words;
+  int32_t scales, side, meta, num_bytes, num_words;  ///< num_words: of 16 bytes, on its way
+  bool lines;
 
   TURNOUT_HOST_DEVICE static RowFormat of(const DispatchArgs& a) {
     RowFormat f{};
@@ -50,11 +56,20 @@ struct RowFormat {
     f.meta = f.side;
     for (int s = 0; s < a.num_side; ++s) f.meta += static_cast<int32_t>(core::align_up(a.side[s].bytes, 16));
     f.num_bytes = f.meta + (a.cached ? 0 : a.num_topk * 12);  // id, earlier pairs of it, weight
-    f.num_words = static_cast<int32_t>(words_for(f.num_bytes));
+    f.lines = a.common.lines;
+    f.num_words = static_cast<int32_t>(f.lines ? core::ceil_div(int64_t{f.num_bytes}, int64_t{kLinePayload}) * kLineWords : words_for(f.num_bytes));
     return f;
   }
+  /// What all its words carry, in bytes.
+  TURNOUT_HOST_DEVICE int32_t payload() const { return lines ? num_words / kLineWords * kLinePayload : num_words * kWordPayload * 4; }
 };
-/// Enough for any dispatch of rows of `row_bytes` (before quantisation) and side arrays of `side_bytes` in all.
+/// The same, where it is known how rows travel when the kernel is compiled.
+template <bool kLines>
+struct FormatOf : RowFormat {
+  explicit FormatOf(const RowFormat& f) : RowFormat(f) {}
+  static constexpr bool lines = kLines;
+};
+/// Enough, with lines or without, for any dispatch of rows of `row_bytes` (before quantisation) and side arrays of `side_bytes` in all.
 constexpr size_t ll_dispatch_bytes(int64_t row_bytes, int64_t side_bytes, int num_topk) {
   const int64_t side = side_bytes ? side_bytes + 15 * int64_t{kMaxSide} : 0;
   return static_cast<size_t>(words_for(core::align_up(row_bytes, 16) + 32 + core::align_up(side, 16) + num_topk * 12) * 16);

@@ -5,11 +5,11 @@
 namespace turnout::engine::cuda::low_latency {
 
 /// What a block holds while it works.
-template <class Args>
+template <class Args, class Format = RowFormat>
 struct Work {
   const Args& a;
   Call call;
-  RowFormat f;
+  Format f;
   SharedPlan plan;
   Tables t;
   Token* token;
@@ -142,15 +142,68 @@ __device__ __forceinline__ const uint4* staged_row(const auto& w, int s, int i) 
 struct RowWords {
   uint4 p{}, q{};
 };
+/// The same of lines: which words the lanes of a warp look at whose first is `base`. Beyond the end of the row there is the last line again,
+/// so that all lanes of a warp do the same.
+struct LinePlaces {
+  int p, q;
+  bool two;
+  __device__ LinePlaces(const auto& w, int base) : p(0), q(0), two(base + num_threads() < w.f.num_words) {
+    const int last = w.f.num_words - kLineWords + line_lane();
+    p = min(base + lane_id(), last);
+    q = two ? min(p + num_threads(), last) : p;
+  }
+  __device__ __forceinline__ void load(const uint4* row, RowWords* seen) const {
+    seen->p = load_word(row + p);
+    if (two) seen->q = load_word(row + q);
+  }
+  __device__ __forceinline__ bool miss_nothing(const RowWords& seen, uint32_t epoch) const {
+    return is_no_obstacle(seen.p, epoch) && (!two || is_no_obstacle(seen.q, epoch));
+  }
+};
 __device__ __forceinline__ RowWords ask_first_row(const auto& w) {
   const int ranks = w.a.common.team.num_ranks;
-  if (ranks == 1 || w.worker < 0 || w.worker >= w.a.common.arena.ll_tokens || thread() >= w.f.num_words) return {};
-  const uint4* from = staged_row(w, (w.a.common.team.rank + 1) % ranks, w.worker) + thread();
+  if (ranks == 1 || w.worker < 0 || w.worker >= w.a.common.arena.ll_tokens) return {};
+  const uint4* row = staged_row(w, (w.a.common.team.rank + 1) % ranks, w.worker);
+  if (w.f.lines) {
+    const LinePlaces at(w, warp_id() * 32);
+    if (warp_id() * 32 >= w.f.num_words) return {};
+    RowWords seen;
+    at.load(row, &seen);
+    return seen;
+  }
+  if (thread() >= w.f.num_words) return {};
+  const uint4* from = row + thread();
   return {load_word(from), load_word(from + (thread() + num_threads() < w.f.num_words ? num_threads() : 0))};
+}
+
+/// Until all lines of a staged row show the epoch; their payload goes to shared memory.
+__device__ __forceinline__ bool receive_lines(const auto& w, int s, int i, std::byte* row, RowWords seen) {
+  const Common& c = w.a.common;
+  const uint4* from = staged_row(w, s, i);
+  const uint32_t epoch = w.call.epoch;
+  bool good = true;
+#pragma unroll 1
+  for (int base = warp_id() * 32; good && base < w.f.num_words; base += 2 * num_threads()) {
+    const LinePlaces at(w, base);
+    if (base >= num_threads() || !__all_sync(kFull, at.miss_nothing(seen, epoch))) {
+      good = wait_for_lines(
+          c, s, epoch,
+          [&] {
+            at.load(from, &seen);
+            return at.miss_nothing(seen, epoch);
+          },
+          [&] { return seen.p.w != epoch ? seen.p.w : seen.q.w; });
+    }
+    keep_line_word(row, at.p, seen.p);
+    if (at.two) keep_line_word(row, at.q, seen.q);
+  }
+  bulk_can_read();
+  return __syncthreads_and(good);
 }
 
 /// Until all words of a staged row show the epoch; their payload goes to shared memory. A thread polls two at a time.
 __device__ __forceinline__ bool receive_row(const auto& w, int s, int i, std::byte* row, RowWords seen) {
+  if (w.f.lines) return receive_lines(w, s, i, row, seen);
   const Common& c = w.a.common;
   const uint4* from = staged_row(w, s, i);
   auto* to = reinterpret_cast<uint32_t*>(row);

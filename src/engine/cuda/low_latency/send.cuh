@@ -379,11 +379,7 @@ __device__ __forceinline__ void send_row(const AnyDispatch auto& a, const RowFor
   const Common& c = a.common;
   const auto send = [&](int k) {
     auto* to = reinterpret_cast<uint4*>(c.team.base[s->key[k]] + c.arena.ll_dispatch_at(c.lane, call.copy, c.team.rank, s->row[k]));
-#pragma unroll 1
-    for (int w = thread(); w < f.num_words; w += num_threads()) {
-      const uint32_t* p = reinterpret_cast<const uint32_t*>(row) + kWordPayload * w;
-      store_word(to + w, uint4{p[0], p[1], p[2], call.epoch});
-    }
+    store_words(f, to, row, warp_id() * 32, f.num_words, num_threads(), call.epoch);
   };
   if constexpr (kPlain) {
 #pragma unroll 1

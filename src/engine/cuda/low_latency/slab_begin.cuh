@@ -10,9 +10,23 @@ namespace turnout::engine::cuda::low_latency {
 /// Builders quantise, some pieces of 16 bytes each; each counter looks at one token before the block's.
 constexpr int kPieces = 3, kMostBuilders = 384, kMostCounters = 128, kMostThreads = kMostBuilders + kMostCounters, kTopk = SlabArgs::num_topk;
 
-/// The pieces of a warp of builders lie side by side and are whole words of the row.
-constexpr int kWarpWords = 32 * kPieces * kChunk / (kWordPayload * 4);
-static_assert(32 * kPieces * kChunk % (kWordPayload * 4) == 0 && 32 * kChunk % core::kScaleBlock == 0, "a warp needs no other for its words");
+/// The pieces of a warp of builders lie side by side and are whole words of the row. They begin and end inside of lines: these borders are
+/// sent when the block has met.
+constexpr int kWarpBytes = 32 * kPieces * kChunk;
+static_assert(kWarpBytes % (kWordPayload * 4) == 0 && 32 * kChunk % core::kScaleBlock == 0, "a warp needs no other for its words");
+
+/// Words of a row: those that a warp of builders sends, [first, end); from `end` to `border`: what it has in common with the next.
+struct Part {
+  int first, end, border;
+};
+template <bool kLines>
+__device__ __forceinline__ Part part_of(int hidden, int warp) {
+  const int begin = warp * kWarpBytes, end = min(begin + kWarpBytes, hidden);
+  if (!kLines) return {begin / (kWordPayload * 4), end / (kWordPayload * 4), 0};
+  const auto up = [](int at) { return (at + kLinePayload - 1) / kLinePayload * kLineWords; };
+  const int down = end / kLinePayload * kLineWords;
+  return {up(begin), down, end < hidden ? min(up(end), hidden / kLinePayload * kLineWords) : down};
+}
 
 /// Barriers beside that of the block: of the counters; of each warp of builders, for which the counters arrive.
 constexpr int kCountersBarrier = 1, kBuildersBarrier = 2;
@@ -129,21 +143,21 @@ __device__ __forceinline__ int row_of(const Found& found, int k, int warps) {
 }
 
 /// Words [first, end) of the row to all other ranks that get it, by a warp.
-__device__ __forceinline__ void send_words(const SlabArgs& a, const Found& found, Call call, const std::byte* row, int first, int end, int warps) {
+__device__ __forceinline__ void send_words(const SlabArgs& a, const auto& f, const Found& found, Call call, const std::byte* row, int first, int end,
+                                           int warps) {
   const Common& c = a.common;
 #pragma unroll 1
   for (uint32_t left = found.remote; left; left &= left - 1) {
     const int k = __ffs(static_cast<int>(left)) - 1;
     auto* to = reinterpret_cast<uint4*>(c.team.base[found.key[k]] + c.arena.ll_dispatch_at(c.lane, call.copy, c.team.rank, row_of(found, k, warps)));
-#pragma unroll 1
-    for (int w = first + lane_id(); w < end; w += 32) {
-      const uint32_t* p = reinterpret_cast<const uint32_t*>(row) + kWordPayload * w;
-      store_word(to + w, uint4{p[0], p[1], p[2], call.epoch});
-    }
+    store_words(f, to, row, first, end, 32, call.epoch);
   }
 }
 /// Words that hold nothing but x.
-__device__ __forceinline__ int words_of_x(const SlabArgs& a) { return static_cast<int>(a.hidden / (kWordPayload * 4)); }
+__device__ __forceinline__ int words_of_x(const SlabArgs& a, bool lines) {
+  const auto hidden = static_cast<int>(a.hidden);
+  return lines ? hidden / kLinePayload * kLineWords : hidden / (kWordPayload * 4);
+}
 
 /// A warp of builders: its part of the row.
 __device__ __forceinline__ void build_part(const SlabArgs& a, const RowFormat& f, const Loaded& l, std::byte* row) {
@@ -156,8 +170,8 @@ __device__ __forceinline__ void build_part(const SlabArgs& a, const RowFormat& f
 }
 
 /// The first warp of counters, once the row is there and all pairs are counted: the end of the row, and what the source keeps of its routing.
-__device__ __forceinline__ void finish_token(const SlabArgs& a, const RowFormat& f, const Tables& t, const Counted& n, int warps, float weight,
-                                             int token, Call call, std::byte* row, const Found& found, int32_t* own_place) {
+__device__ __forceinline__ void finish_token(const SlabArgs& a, const auto& f, const Tables& t, const Counted& n, int warps, float weight, int token,
+                                             Call call, std::byte* row, const Found& found, int32_t* own_place) {
   const int k = lane_id();
   if (k == 0) *own_place = -1;
   __syncwarp();
@@ -169,7 +183,7 @@ __device__ __forceinline__ void finish_token(const SlabArgs& a, const RowFormat&
     m.weight[k] = weight;
   }
   __syncwarp();
-  send_words(a, found, call, row, words_of_x(a), f.num_words, warps);
+  send_words(a, f, found, call, row, words_of_x(a, f.lines), f.num_words, warps);
   if (k >= kTopk) return;
   const bool goes = found.key[k] >= 0;
   const int at = row_of(found, k, warps), id = n.id < 0 ? -1 : n.id;

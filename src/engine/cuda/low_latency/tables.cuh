@@ -2,8 +2,7 @@
 // the groups of each expert begin, and where admission ends. Every block makes these tables itself: that costs less than waiting
 // for one that does.
 #pragma once
-#include "engine/cuda/low_latency/format.h"
-#include "engine/cuda/low_latency/start.cuh"
+#include "engine/cuda/low_latency/dispatch_lines.cuh"
 
 namespace turnout::engine::cuda::low_latency {
 
@@ -16,7 +15,7 @@ struct SharedPlan {
     SharedPlan p{};
     const int ranks = a.common.team.num_ranks, experts = a.common.num_experts, most_local = a.common.max_local;
     const auto up = [](int n, int to) { return (n + to - 1) / to * to; };
-    p.row_stride = up(RowFormat::of(a).num_words * 12, 128);
+    p.row_stride = up(RowFormat::of(a).payload(), 128);
     const int pairs = ranks + experts, rows = ranks * ranks, walk = 32 * a.num_topk;
     const int most = pairs > rows ? pairs : rows;
     // Counts of (source, local expert), then three arrays of local experts.
@@ -149,6 +148,23 @@ __device__ __forceinline__ bool remote_pair(const DispatchArgs& a, Call call, co
   return true;
 }
 
+/// The same of rows in lines, `n` entries from row `begin` on, to t.scratch; the whole block calls it.
+__device__ __noinline__ inline bool remote_pairs(const DispatchArgs& a, Call call, const RowFormat& f, const Tables& t, int s, int begin, int n) {
+  const Common& c = a.common;
+  constexpr int kAtOnce = 32 / kLineWords;
+  bool good = true;
+#pragma unroll 1
+  for (int base = warp_id() * kAtOnce; good && base < n; base += num_warps() * kAtOnce) {
+    const int i = min(base + lane_id() / kLineWords, n - 1);
+    const auto* row = reinterpret_cast<const uint4*>(c.team.base[c.team.rank] + c.arena.ll_dispatch_at(c.lane, call.copy, s, begin + i / a.num_topk));
+    uint32_t value = 0;
+    good = wait_for_line_value(c, s, call.epoch, row, f.meta + i % a.num_topk * 4, &value);
+    const auto id = static_cast<int>(value);
+    t.scratch[i] = id >= 0 && id < c.num_experts && t.owner[id] == c.team.rank ? t.local[id] : -1;
+  }
+  return good;
+}
+
 /// Goes through the rows of source `s` from its first on and adds their pairs to `admitted`, until `most_rows` rows are done or, if
 /// `capacity` >= 0, a pair does not fit. Rare, so one thread does it. False: given up.
 __device__ __noinline__ inline bool walk(const DispatchArgs& a, Call call, RowFormat f, Tables t, Admission* m, int s, int most_rows, int64_t used,
@@ -167,7 +183,7 @@ __device__ __noinline__ inline bool walk(const DispatchArgs& a, Call call, RowFo
     bool good = true;
     const int n = min(32, units - begin) * topk;
 #pragma unroll 1
-    for (int i = thread(); good && i < n; i += num_threads()) {
+    for (int i = thread(); good && i < n && (own || !f.lines); i += num_threads()) {
       int e = -1;
       if (own) {
         const int id = id_of(a, static_cast<int64_t>(begin) * topk + i);
@@ -177,6 +193,7 @@ __device__ __noinline__ inline bool walk(const DispatchArgs& a, Call call, RowFo
       }
       t.scratch[i] = e;
     }
+    if (!own && f.lines) good = remote_pairs(a, call, f, t, s, begin, n);
     if (!__syncthreads_and(good)) return false;
     if (thread() != 0) continue;
 #pragma unroll 1
