@@ -131,7 +131,8 @@ struct Common {
   int lane = 0;
   /// Arenas are memory of the host: what peers write here is behind PCIe (host_link.h). The same on all ranks.
   bool through_host = false;
-  /// Rows of low_latency dispatches travel in whole lines instead of flagged words. The same on all ranks, for all calls of the Buffer.
+  /// Rows of low_latency dispatches travel in whole lines instead of flagged words, as partial sums do (Arena::ll_combine_lines). The same on
+  /// all ranks, for all calls of the Buffer.
   bool lines = false;
   /// Through the host, else null: [depth][R][4] what other ranks offer, as one block of this rank has read it: flagged words.
   uint32_t* offers = nullptr;
