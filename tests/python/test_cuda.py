@@ -143,6 +143,9 @@ def test_graphs_hold_their_leases():
 def test_arrays_of_others(library):
     other = pytest.importorskip(library)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if library == "jax":
+        other.devices()  # where it starts, it leaves another GPU the current one
+        torch.cuda.set_device(0)
     from_dlpack = other.from_dlpack if library == "cupy" else other.dlpack.from_dlpack
     x, idx, weights = problem()
     torch.cuda.synchronize()

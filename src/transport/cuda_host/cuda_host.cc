@@ -99,6 +99,8 @@ class HostWindow final : public WindowBase {
     is_suspended_ = true;
     bootstrap_.barrier("cuda_host: suspend: unpinned");
     pinned_[static_cast<size_t>(rank_)]->free_pages();
+    // A rank that resumes pins everybody's pages: those that are about to go would not be the owner's any more.
+    bootstrap_.barrier("cuda_host: suspend: freed");
   }
 
   void resume() override {
