@@ -340,7 +340,10 @@ def beside(folder, out, ranks):
     script = pathlib.Path(__file__).resolve().parent.parent / "bench/compare/torch_all_to_all.py"
     torch = subprocess.run([sys.executable, "-c", "import torch"], capture_output=True, check=False).returncode == 0
     runs = [(env, [str(folder / "turnout"), "bench", *([] if "--ranks" in words else ["--ranks", str(ranks)]), *words, "--json"]) for env, words in BESIDE]
-    for env, words in runs + ([({}, [sys.executable, str(script), "--ranks", str(ranks)])] if torch and ranks > 1 else []):
+    if torch and ranks > 1:
+        # Over NVLink, and, as cuda_host is to be compared with it, through the host.
+        runs += [({}, [sys.executable, str(script), "--ranks", str(ranks), *more]) for more in ([], ["--through-host"])]
+    for env, words in runs:
         path = out / "beside.json"
         path.unlink(missing_ok=True)
         try:

@@ -1,16 +1,20 @@
 #!/usr/bin/env python3
 """Dispatch and combine as one writes them with torch.distributed: sort by destination, exchange counts, all_to_all, and back.
 
-Usage: torch_all_to_all.py OUTPUT.json [--ranks N] [--calls N]     (torch with CUDA; one GPU per rank)
+Usage: torch_all_to_all.py OUTPUT.json [--ranks N] [--calls N] [--through-host]     (torch with CUDA; one GPU per rank)
 
 A token goes once to every rank that holds one of its experts, as Turnout's rank_major sends it, and combine adds the rows that come back.
 The counts are exchanged and read by the host, as the split sizes of all_to_all_single demand. Times are CUDA events around the whole
 call; of each call the slower rank counts. Checked: the sum of what comes back is the token times the ranks that it went to.
+--through-host keeps NCCL off NVLink and PCIe between GPUs (NCCL_P2P_DISABLE), as `cuda_host` is: its rows go through shared memory of the host,
+and what NCCL says of its channels must say so.
 """
 import argparse
 import json
 import os
+import pathlib
 import sys
+import tempfile
 
 SHAPES = [(4096, 7168), (128, 7168)]
 TOP_K, EXPERTS, SETS = 8, 256, 4
@@ -59,6 +63,20 @@ def timed(torch, calls, call):
     return torch.tensor([begin.elapsed_time(end) * 1000 for begin, end in events], device="cuda")
 
 
+def only_through_host(folder):
+    """Settings of NCCL under which rows go through memory of the host, and the channels that it makes are noted in files."""
+    os.environ.update({"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "0", "NCCL_NET_DISABLE_INTRA": "1", "NCCL_NVLS_ENABLE": "0",
+                       "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,SHM,P2P,NET", "NCCL_DEBUG_FILE": f"{folder}/nccl.%p"})
+
+
+def check_channels(folder):
+    """Of all ranks, by the words of NCCL."""
+    ways = {word.split("/")[0] for path in pathlib.Path(folder).glob("nccl.*") for line in path.read_text(errors="replace").splitlines()
+            if "Channel" in line and " via " in line for word in [line.split(" via ")[1].split()[0]]}
+    if ways != {"SHM"}:
+        sys.exit(f"torch_all_to_all: NCCL was to go through shared memory of the host, but its channels go via {sorted(ways) or 'nothing that it names'}")
+
+
 def rank_main(rank, ranks, args):
     import torch
     import torch.distributed as dist
@@ -85,12 +103,13 @@ def rank_main(rank, ranks, args):
             p50, p99 = us[len(us) // 2].item(), us[min(len(us) - 1, len(us) * 99 // 100)].item()
             cases.append({
                 "library": "torch_all_to_all", "op": op, "mode": "throughput", "layout": "rank_major", "dtype": "bf16", "input_dtype": "bf16",
-                "tokens": tokens, "hidden": hidden, "top_k": TOP_K, "experts": EXPERTS, "ranks": ranks, "nodes": 1, "transport": "nccl",
+                "tokens": tokens, "hidden": hidden, "top_k": TOP_K, "experts": EXPERTS, "ranks": ranks, "nodes": 1, "transport": "nccl_shm" if args.through_host else "nccl",
                 "placement": "processes", "launch": "eager", "result": "fresh", "size": "exact", "wire": "payload", "routing": "uniform", "seed": 1,
                 "l2": "warm", "skew_us": None, "p50_us": p50, "p99_us": p99, "kernel_us": None, "n_calls": args.calls, "limit_us": None,
                 "limit_kind": "", "remote_bytes": remote * hidden * 2, "total_bytes": total * hidden * 2, "sms": None, "verified": bool(ok.item())})
             if rank == 0:
-                print("torch all_to_all %-9s %5d x %d: p50 %8.1f us  p99 %8.1f us%s" % (op, tokens, hidden, p50, p99, "" if good else "  WRONG"), flush=True)
+                way = "through the host" if args.through_host else ""
+                print("torch all_to_all %-9s %5d x %d: p50 %8.1f us  p99 %8.1f us %s%s" % (op, tokens, hidden, p50, p99, way, "" if good else "  WRONG"), flush=True)
     if rank == 0:
         with open(args.output, "w") as file:
             json.dump({"cases": cases}, file, indent=1)
@@ -102,6 +121,7 @@ def main():
     parser.add_argument("output")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--calls", type=int, default=100)
+    parser.add_argument("--through-host", action="store_true")
     args = parser.parse_args()
     try:
         import torch
@@ -110,7 +130,12 @@ def main():
         sys.exit("torch_all_to_all: %s" % error)
     if torch.cuda.device_count() < args.ranks:
         sys.exit("torch_all_to_all: %d ranks need as many GPUs, there are %d" % (args.ranks, torch.cuda.device_count()))
-    processes.spawn(rank_main, args=(args.ranks, args), nprocs=args.ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        if args.through_host:
+            only_through_host(folder)
+        processes.spawn(rank_main, args=(args.ranks, args), nprocs=args.ranks)
+        if args.through_host:
+            check_channels(folder)
 
 
 if __name__ == "__main__":
