@@ -180,6 +180,62 @@ TEST_P(CudaProcesses, AKilledPeerEndsAGraphOfSixtyCalls) {
   }
 }
 
+/// Rank 1 never comes: its process is stopped, which ends the wait after `timeout`, or it lives, and has `busy_timeout`.
+void expect_absent_peer_is(const std::string& state, const Placement& placement, Mode mode) {
+  const Routings routings(41, 2, {}, 1);
+  const bool stops = state == "silent";
+  Pipe here, go;
+  Family family(2, as_rank(2, [&](Communicator& comm) {
+                  const auto place = placement.place_of(comm.rank());
+                  RunChoices run;
+                  run.mode = mode;
+                  BufferConfig config = config_for({&routings}, run, place->device());
+                  config.timeouts.timeout = stops ? 2s : 30s;
+                  config.timeouts.busy_timeout = stops ? 30s : 2s;
+                  Buffer buffer(comm, config);
+                  RankArguments arguments(routings.variant(0).p, comm.rank(), run);
+                  arguments.move_to(*place);
+                  const auto call = [&] {
+                    buffer.dispatch(arguments.dispatch);
+                    place->finish();
+                    buffer.check();
+                  };
+                  comm.barrier();
+                  call();
+                  comm.barrier();
+                  if (comm.rank() == 1) {
+                    here.say('h');
+                    while (true) pause();
+                  }
+                  go.hear();
+                  const auto start = Clock::now();
+                  try {
+                    call();
+                    require(false, "the call ended");
+                  } catch (const PeerTimeout& e) {
+                    require(e.record().peer_state == state && e.record().peers == std::vector<int>{1}, "expected " + state + ": " + e.what());
+                    saw("%s after %.2f s: %s", state.c_str(), std::chrono::duration<double>(Clock::now() - start).count(), e.what());
+                  }
+                  require(Clock::now() - start < 10s, "too late");
+                  _exit(0);  // there is no barrier with who does not come
+                }));
+  ASSERT_EQ(here.hear(), 'h');
+  if (stops) family.send(1, SIGSTOP);
+  go.say('g');
+  EXPECT_EQ(family.join(0), 0);
+}
+
+TEST_P(CudaProcesses, APeerThatDoesNotComeIsSilentIfItIsStoppedAndElseBusy) {
+  if (num_ranks() != 2) GTEST_SKIP() << "for two ranks";
+  for (Mode mode : {Mode::throughput, Mode::low_latency}) {
+    for (const char* state : {"silent", "busy"}) {
+      SCOPED_TRACE(std::string(name(mode)) + " " + state);
+      expect_absent_peer_is(state, GetParam(), mode);
+      if (HasFailure()) return;
+    }
+  }
+}
+
 /// With memcheck, which sees only here what one GPU writes into another's memory.
 TEST_P(CudaProcesses, SmallCallsOfEveryKind) {
   const Placement placement = GetParam();

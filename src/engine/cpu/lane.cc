@@ -7,6 +7,7 @@
 #include <new>
 #include <utility>
 
+#include "engine/pulse.h"
 #include "transport/idler.h"
 #include "util/log.h"
 
@@ -15,11 +16,6 @@ namespace turnout::engine {
 namespace {
 
 constexpr std::chrono::milliseconds kLandingTime{50};
-/// A peer whose time is over is called silent if its heart has not beaten for so long: several beats, and not all of the time it had, which
-/// began before its heart was first looked at.
-std::chrono::milliseconds silent_after(std::chrono::milliseconds timeout) {
-  return std::clamp<std::chrono::milliseconds>(timeout / 2, 3 * transport::kHeartbeat + transport::kHeartbeat / 2, 10 * transport::kHeartbeat);
-}
 
 std::string join(const std::vector<int>& ranks) {
   std::string text;
@@ -222,10 +218,10 @@ void Lane::check_patience(const Call& call, Patience& patience) {
   std::vector<int> gone;
   bool closed = true;
   for (int peer : waiting.peers) {
-    const bool left = context_->transport->peer_state(peer) == transport::PeerState::gone;
-    if (!left && !context_->has_closed(peer)) continue;
+    const bool has_closed = context_->has_closed(peer);  // it may have left since
+    if (!has_closed && context_->transport->peer_state(peer) != transport::PeerState::gone) continue;
     gone.push_back(peer);
-    closed = closed && !left;
+    closed = closed && has_closed;
   }
   // What a peer sent before it left may still be landing: it is given a moment without any progress.
   // When it is over there is one more look: this thread may have slept since the last one.

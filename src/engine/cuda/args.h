@@ -21,16 +21,21 @@ struct Team {
 
 /// Where a wait stood when it gave up; in host-visible memory, written once (kState last).
 struct DeviceRecord {
-  /// 0: none; 1: a wait expired, the Buffer is aborted, 5: so it is, because the peer waited for is lost (value: how); else one call
-  /// failed on all ranks: 2: ranks disagree about facts, 3: a rank refused, 4: an id is out of range (value) at token `expected`, entry k.
+  /// 0: none; 1: a wait expired, the Buffer is aborted, 5: so it is, because the peer waited for is lost; `value` of both is what the host said
+  /// of the peer. Else one call failed on all ranks: 2: ranks disagree about facts, 3: a rank refused, 4: an id is out of range (value) at
+  /// token `expected`, entry k.
   uint64_t state = 0;
   int32_t finder = -1, peer = -1, lane = 0, call = 0, phase = 0, k = 0;
   int64_t epoch = 0, expected = 0, seen = 0, value = 0;
 };
 
 inline constexpr uint64_t kExpired = 1, kLostPeer = 5;
-/// Why a peer is lost: its process has ended, or it has closed its Buffer.
-inline constexpr uint32_t kGone = 1, kClosed = 2;
+/// What the host says of a peer. Lost: its process has ended, it has closed its Buffer, or first the one and then the other. It may come
+/// back: its heart has not beaten for so long that it is called silent, or even for all of `timeout`, which then is the end of waits for it.
+inline constexpr uint32_t kGone = 1, kClosed = 2, kClosedAndGone = kClosed | kGone, kQuiet = 4, kSilent = 5;
+constexpr TURNOUT_HOST_DEVICE bool is_lost(uint32_t said) { return said != 0 && said < kQuiet; }
+/// Memory of a process that has ended may be gone with it.
+constexpr TURNOUT_HOST_DEVICE bool has_ended(uint32_t said) { return is_lost(said) && (said & kGone) != 0; }
 
 /// In the page of the arena's status word: why whoever gave up did so.
 inline constexpr size_t kAbortRecordOffset = 128;
@@ -43,7 +48,7 @@ struct HostWords {
   uint64_t abort = 0;   ///< set by the host: stop waiting (a process died, another rank aborted)
   uint64_t status = 0;  ///< set by kernels once the Buffer is aborted: what user code and check() look at
   DeviceRecord record;
-  uint32_t lost[kMaxRanks] = {};  ///< set by the host: who will not come any more, and why; only waits for them end
+  uint32_t peers[kMaxRanks] = {};  ///< set by the host: who will not come any more, or is silent (kGone ... kSilent); only waits for them end
 };
 
 /// Per Buffer, in this GPU's memory. Words that kernels read when they start, so that no argument changes between replays.

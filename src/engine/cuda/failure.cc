@@ -3,9 +3,11 @@
 #include <array>
 #include <cstring>
 #include <string>
+#include <utility>
 
 #include "engine/cuda/engine.h"
 #include "engine/cuda/memory.h"
+#include "engine/cuda/peer_words.h"
 #include "transport/device/driver.h"
 
 namespace turnout::engine::cuda {
@@ -13,16 +15,22 @@ namespace turnout::engine::cuda {
 using transport::device::check;
 using transport::device::CurrentDevice;
 
-/// Kernels cannot see that a process has died, that a peer has closed its Buffer or that a host has stopped it; this thread does, and ends
-/// their waits.
+/// Kernels cannot see that a process has died or is stopped, that a peer has closed its Buffer or that a host has stopped it; this thread
+/// does, and ends their waits.
 void Engine::watch_peers() {
   std::unique_lock lock(watch_mutex_);
+  Pulse pulse(num_ranks_);
+  auto before = std::chrono::steady_clock::now();
   while (!watch_stop_.wait_for(lock, std::chrono::milliseconds(20), [&] { return stopping_; })) {
+    const auto now = std::chrono::steady_clock::now(), last = std::exchange(before, now);
     for (int r = 0; r < num_ranks_; ++r) {
-      volatile uint32_t& lost = words_->host()->lost[r];
-      if (r == rank_ || lost == kGone) continue;
-      if (host_->peer_state(r) == transport::PeerState::gone) lost = kGone;
-      else if (has_closed_ && has_closed_(r)) lost = kClosed;
+      volatile uint32_t& word = words_->host()->peers[r];
+      const uint32_t was = word;
+      if (r == rank_ || has_ended(was)) continue;
+      const auto quiet = pulse.look(r, host_->heartbeat(r), now - last);
+      const bool is_gone = host_->peer_state(r) == transport::PeerState::gone;
+      const uint32_t said = said_of(is_gone, has_closed_ && has_closed_(r), quiet, config_.timeouts.timeout);
+      if (said != was) word = said;  // kernels read this line
     }
     if (!host_check_ || host_failure_) continue;
     try {
@@ -100,9 +108,7 @@ WaitRecord public_record(const DeviceRecord& r) {
   w.phase = r.phase >= 0 && static_cast<size_t>(r.phase) < kPhases.size() ? kPhases[static_cast<size_t>(r.phase)] : "?";
   w.expected = static_cast<uint64_t>(r.expected);
   w.seen = static_cast<uint64_t>(r.seen);
-  // Before its header and offer came the peer was not in the call.
-  const bool arrived = static_cast<Phase>(r.phase) != Phase::counts && static_cast<Phase>(r.phase) != Phase::offer;
-  w.peer_state = r.state == kLostPeer ? r.value == kGone ? "gone" : "closed" : arrived ? "silent" : "busy";
+  w.peer_state = peer_state(r);
   return w;
 }
 

@@ -16,7 +16,7 @@ __device__ void await_call(const Common& c, Call call, int rank) {
     if (now - start > c.control->busy_ns) return;
     if (!may_look(c, rank, now)) continue;
     const uint64_t abort = *reinterpret_cast<volatile uint64_t*>(&c.host->abort);
-    if (abort > c.control->generation || *reinterpret_cast<volatile uint32_t*>(&c.host->lost[rank]) != 0) return;
+    if (abort > c.control->generation || is_lost(said_of_peer(c, rank))) return;
   }
 }
 

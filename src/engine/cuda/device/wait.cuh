@@ -15,6 +15,9 @@
 
 namespace turnout::engine::cuda {
 
+/// What the host says of `peer`: kGone and the like.
+__device__ __forceinline__ uint32_t said_of_peer(const Common& c, int peer) { return *reinterpret_cast<volatile uint32_t*>(&c.host->peers[peer]); }
+
 /// The arena's status word: written by any rank that gives up; the Buffer is aborted while it is above control->generation.
 __device__ __forceinline__ uint64_t* status_of(const Common& c, int rank) { return reinterpret_cast<uint64_t*>(c.team.base[rank] + c.arena.status); }
 
@@ -69,8 +72,7 @@ __device__ inline void give_up(const Common& c, const DeviceRecord& why) {
   const bool first = write_last_record(c, why);
   const uint64_t next = c.control->generation + 1;
   for (int r = 0; r < c.team.num_ranks; ++r) {
-    // Memory of a process that has ended may be gone with it.
-    if (r != c.team.rank && *reinterpret_cast<volatile uint32_t*>(&c.host->lost[r]) == kGone) continue;
+    if (r != c.team.rank && has_ended(said_of_peer(c, r))) continue;
     if (first && r != c.team.rank) copy_record(c, why, reinterpret_cast<DeviceRecord*>(c.team.base[r] + c.arena.status + kAbortRecordOffset));
     store_release(status_of(c, r), next);
   }
@@ -158,11 +160,11 @@ __device__ __forceinline__ bool may_look(const Common& c, int peer, uint64_t now
   return now >= due && atomicCAS(next, due, static_cast<unsigned long long>(now + 10'000)) == due;
 }
 
-/// A wait gives up: it took too long, or the peer is `lost`.
-__device__ TURNOUT_SELDOM void end_wait(const Common& c, Phase phase, int peer, uint32_t epoch, uint32_t lost, int64_t seen) {
+/// A wait gives up: it took too long, or the peer is lost, as the host `said`.
+__device__ TURNOUT_SELDOM void end_wait(const Common& c, Phase phase, int peer, uint32_t epoch, uint32_t said, int64_t seen) {
   DeviceRecord r{};
-  r.state = lost ? kLostPeer : kExpired;
-  r.value = lost;
+  r.state = is_lost(said) ? kLostPeer : kExpired;
+  r.value = said;
   r.peer = peer;
   r.phase = static_cast<int32_t>(phase);
   r.epoch = epoch;
@@ -174,7 +176,7 @@ __device__ TURNOUT_SELDOM void end_wait(const Common& c, Phase phase, int peer, 
 /// What a wait looks at now and then. Returns when to look next, with kWaitOver (and the reason behind it) once it has to end after one more
 /// poll: a peer that has done its part may be gone before this block gets to look again; 0: it ends at once, others have given up.
 inline constexpr uint64_t kWaitOver = 1;
-inline constexpr int kLostShift = 1, kWaitBits = 3;
+inline constexpr int kSaidShift = 1, kSaidMask = 7, kWaitBits = 4;
 __device__ TURNOUT_SELDOM uint64_t look_around(const Common& c, Phase phase, int peer, uint32_t epoch, bool inside, bool if_failed, uint64_t start,
                                                uint64_t next_look) {
   if (is_aborted(c) || (if_failed && has_failed(c, epoch))) return 0;
@@ -190,10 +192,11 @@ __device__ TURNOUT_SELDOM uint64_t look_around(const Common& c, Phase phase, int
   }
   // What other blocks of this rank wait for is a peer: their waits are to expire first, and to name it.
   const uint64_t more = phase == Phase::local_blocks ? c.control->busy_ns : 0;
-  const uint64_t limit = (inside ? c.control->timeout_ns : c.control->busy_ns) + more;
-  const uint32_t lost = looks ? *reinterpret_cast<volatile uint32_t*>(&c.host->lost[peer]) : 0;
-  const bool over = lost != 0 || now - start > limit;
-  return (now + 10'000) >> kWaitBits << kWaitBits | static_cast<uint64_t>(lost) << kLostShift | (over ? kWaitOver : 0);
+  uint32_t said = looks ? said_of_peer(c, peer) : 0;
+  const uint64_t limit = (inside || said == kSilent ? c.control->timeout_ns : c.control->busy_ns) + more;
+  const bool over = is_lost(said) || now - start > limit;
+  if (over && !looks) said = said_of_peer(c, peer);
+  return (now + 10'000) >> kWaitBits << kWaitBits | static_cast<uint64_t>(said) << kSaidShift | (over ? kWaitOver : 0);
 }
 
 /// Polls `ready` until it is true. `seen` (any callable) says what was seen last, for the record.
@@ -209,7 +212,7 @@ __device__ __forceinline__ bool wait_until(const Common& c, Phase phase, int pee
     if (c.through_host && phase != Phase::local_blocks) __nanosleep(kHostPollNs);  // looks take their part of the link
     if (ready()) return true;
     if (next_look & kWaitOver) {
-      end_wait(c, phase, peer, epoch, static_cast<uint32_t>(next_look >> kLostShift) & 3, static_cast<int64_t>(seen()));
+      end_wait(c, phase, peer, epoch, static_cast<uint32_t>(next_look >> kSaidShift) & kSaidMask, static_cast<int64_t>(seen()));
       return false;
     }
     if (i % 64) continue;

@@ -76,7 +76,7 @@ __device__ __forceinline__ bool wait_together(const Common& c, Phase phase, int 
     if (ready()) return true;
     if (last) {
       const uint32_t found = seen();
-      if (state == Wait::last_look) note_expired(phase, peer, found, waited.lost);
+      if (state == Wait::last_look) note_expired(phase, peer, found, waited.said);
       return false;
     }
     if (i % 64 != 63) continue;

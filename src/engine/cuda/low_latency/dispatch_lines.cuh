@@ -42,8 +42,8 @@ __device__ __forceinline__ bool wait_for_lines(const Common& c, int peer, uint32
     const bool here = look();
     if (__all_sync(kFull, here)) return true;
     if (state == Wait::last_look) {  // it has not come since either
-      const uint32_t lost = __shfl_sync(kFull, waited.lost, 0);
-      if (!here) note_expired(Phase::low_latency_rows, peer, seen(), lost);
+      const uint32_t said = __shfl_sync(kFull, waited.said, 0);
+      if (!here) note_expired(Phase::low_latency_rows, peer, seen(), said);
       return false;
     }
     if (i % 64 != 63) continue;

@@ -21,7 +21,7 @@ __device__ __forceinline__ int worker_of(int block_index) { return num_blocks() 
 struct Expired {
   uint32_t claimed;
   int32_t phase, peer;
-  uint32_t seen, lost;  ///< lost: the peer will not come (kGone, kClosed)
+  uint32_t seen, said;  ///< said: of the peer, by the host (kGone and the like)
 };
 __device__ __forceinline__ Expired& expired() {
   __shared__ Expired e;
@@ -31,7 +31,7 @@ __device__ __forceinline__ Expired& expired() {
 /// What a wait that lasts knows.
 struct Waited {
   uint64_t start = 0, next_look = 0;
-  uint32_t lost = 0;
+  uint32_t said = 0;
 };
 enum class Wait { go_on, last_look, end };
 /// Looks at all that may end a wait, now and then. Not inlined: what every call goes through is to be short.
@@ -48,13 +48,15 @@ __device__ __noinline__ inline Wait keep_waiting(const Common& c, int peer, uint
     *reinterpret_cast<volatile uint64_t*>(&c.host->status) = c.control->generation + 1;
     return Wait::end;
   }
-  if (looks) w->lost = *reinterpret_cast<volatile uint32_t*>(&c.host->lost[peer]);
-  const uint64_t limit = inside ? c.control->timeout_ns : c.control->busy_ns;
-  return w->lost != 0 || now - w->start > limit ? Wait::last_look : Wait::go_on;
+  if (looks) w->said = said_of_peer(c, peer);
+  const uint64_t limit = inside || w->said == kSilent ? c.control->timeout_ns : c.control->busy_ns;
+  if (!is_lost(w->said) && now - w->start <= limit) return Wait::go_on;
+  if (!looks) w->said = said_of_peer(c, peer);
+  return Wait::last_look;
 }
 /// Of a wait that has expired: the first of a block is written down.
-__device__ __noinline__ inline void note_expired(Phase phase, int peer, uint32_t seen, uint32_t lost) {
-  if (atomicExch(&expired().claimed, 1u) == 0) expired() = {1, static_cast<int32_t>(phase), peer, seen, lost};
+__device__ __noinline__ inline void note_expired(Phase phase, int peer, uint32_t seen, uint32_t said) {
+  if (atomicExch(&expired().claimed, 1u) == 0) expired() = {1, static_cast<int32_t>(phase), peer, seen, said};
 }
 
 /// wait_until() for these kernels.
@@ -66,7 +68,7 @@ __device__ __forceinline__ bool wait_for(const Common& c, Phase phase, int peer,
   for (uint32_t i = 0;; ++i) {
     if (ready()) return true;
     if (state == Wait::last_look) {  // it has not come since either
-      note_expired(phase, peer, static_cast<uint32_t>(seen()), waited.lost);
+      note_expired(phase, peer, static_cast<uint32_t>(seen()), waited.said);
       return false;
     }
     if (i % 64 != 63) continue;
@@ -89,8 +91,8 @@ __device__ __forceinline__ void clear_expired() {
 }
 __device__ __noinline__ inline void report_expired(const Common& c, uint32_t epoch) {
   decltype(HostWords::record) r{};
-  r.state = expired().lost ? kLostPeer : kExpired;
-  r.value = expired().lost;
+  r.state = is_lost(expired().said) ? kLostPeer : kExpired;
+  r.value = expired().said;
   r.peer = expired().peer;
   r.phase = expired().phase;
   r.epoch = r.expected = epoch;
