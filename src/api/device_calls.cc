@@ -102,7 +102,7 @@ std::shared_ptr<PendingImpl> BufferImpl::issue(const Args& args, int lane, Pendi
   } catch (...) {
     const std::exception_ptr why = std::current_exception();
     try {
-      device_->refuse(api::facts_of(*context_, args), lane, args.stream);
+      device_->refuse(api::facts_of(*context_, args), engine::Reason::of(why), lane, args.stream);
     } catch (const TransportError&) {
       // The GPU itself has failed: it tells nobody any more.
     }

@@ -78,8 +78,8 @@ class DeviceEngine {
                                                   std::shared_ptr<const DeviceRouting> cached, bool receive_now) = 0;
   virtual std::unique_ptr<DevicePending> combine(const CombineArgs& args, const CallFacts& facts, const RoutingFacts& routing,
                                                  std::shared_ptr<const DeviceRouting> handle, bool receive_now) = 0;
-  /// Tells all ranks that this one rejected its arguments: the call fails everywhere.
-  virtual void refuse(const CallFacts& facts, int lane, Stream stream) = 0;
+  /// Tells all ranks that this one rejected its arguments, and why: the call fails everywhere.
+  virtual void refuse(const CallFacts& facts, const Reason& why, int lane, Stream stream) = 0;
   virtual void set_experts(const std::vector<int>& expert_to_rank) = 0;
   /// Throws what an earlier call left. Does not wait.
   virtual void raise_failure() = 0;

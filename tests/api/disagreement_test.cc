@@ -116,17 +116,17 @@ TEST(Disagreement, OfDispatchArguments) {
   expect_call_table("capacity", "exact", "7", nullptr, [](Tokens& t) { t.args.capacity = 7; });
   expect_call_table(
       "capacity", "8", "7", [](Tokens& t) { t.args.capacity = 8; }, [](Tokens& t) { t.args.capacity = 7; });
-  expect_call_table("dtype", "fp32", "i32", nullptr, [](Tokens& t) { t.args.x.dtype = DType::i32; });
-  expect_call_table("hidden", "8", "4", nullptr, [](Tokens& t) { t.args.x = dense(t.x.data(), DType::fp32, {3, 4}); });
-  expect_call_table("top-k", "2", "1", nullptr, [](Tokens& t) {
+  expect_call_table("dtype of x", "fp32", "i32", nullptr, [](Tokens& t) { t.args.x.dtype = DType::i32; });
+  expect_call_table("hidden of x", "8", "4", nullptr, [](Tokens& t) { t.args.x = dense(t.x.data(), DType::fp32, {3, 4}); });
+  expect_call_table("top-k of topk_idx", "2", "1", nullptr, [](Tokens& t) {
     t.args.topk_idx = dense(t.ids.data(), DType::i64, {3, 1});
     t.args.topk_weights = dense(t.weights.data(), DType::fp32, {3, 1});
   });
-  expect_call_table("weights", "given", "none", nullptr, [](Tokens& t) { t.args.topk_weights = TensorView(); });
-  expect_call_table("side arrays", "0", "1", nullptr, [](Tokens& t) { t.args.side = {dense(t.side.data(), DType::fp32, {3, 1})}; });
+  expect_call_table("topk_weights", "given", "none", nullptr, [](Tokens& t) { t.args.topk_weights = TensorView(); });
+  expect_call_table("arrays in side", "0", "1", nullptr, [](Tokens& t) { t.args.side = {dense(t.side.data(), DType::fp32, {3, 1})}; });
   expect_call_table("quantize", "none", "fp8_e4m3", nullptr, [](Tokens& t) { t.args.quantize = Quantize::fp8_e4m3; });
   expect_call_table(
-      "alignment", "1", "8", [](Tokens& t) { t.args.layout = Layout::expert_major; }, [](Tokens& t) { t.args.expert_alignment = 8; });
+      "expert_alignment", "1", "8", [](Tokens& t) { t.args.layout = Layout::expert_major; }, [](Tokens& t) { t.args.expert_alignment = 8; });
 }
 
 TEST(Disagreement, OfModes) {
@@ -183,16 +183,16 @@ TEST(Disagreement, OfCombineArguments) {
     if (b.rank() == 1) back.wire = Wire::fp32;
     b.combine(back);
   });
-  expect_table_after_dispatch({"weights:", "rank 0 = none", "rank 1 = source"}, [](Buffer& b, Tokens&, DispatchResult&, CombineArgs& back) {
+  expect_table_after_dispatch({"apply:", "rank 0 = none", "rank 1 = source"}, [](Buffer& b, Tokens&, DispatchResult&, CombineArgs& back) {
     if (b.rank() == 1) back.apply = CombineWeights::source;
     b.combine(back);
   });
-  expect_table_after_dispatch({"dtype:", "rank 0 = fp32", "rank 1 = bf16"}, [](Buffer& b, Tokens&, DispatchResult&, CombineArgs& back) {
+  expect_table_after_dispatch({"dtype of y:", "rank 0 = fp32", "rank 1 = bf16"}, [](Buffer& b, Tokens&, DispatchResult&, CombineArgs& back) {
     if (b.rank() == 1) back.y.dtype = DType::bf16;
     b.combine(back);
   });
   const Shared<float> side(64);
-  expect_table_after_dispatch({"side arrays:", "rank 0 = 0", "rank 1 = 1"}, [&](Buffer& b, Tokens&, DispatchResult&, CombineArgs& back) {
+  expect_table_after_dispatch({"\n  side:", "rank 0 = 0", "rank 1 = 1"}, [&](Buffer& b, Tokens&, DispatchResult&, CombineArgs& back) {
     if (b.rank() == 1) back.side = dense(side.data(), DType::fp32, {64});
     b.combine(back);
   });

@@ -80,7 +80,8 @@ void expect_refused(const std::function<void(Tokens&)>& spoil, const std::vector
       tokens.args.mode = mode;
       if (comm.rank() == 1) spoil(tokens);
       const std::string message = message_of<InvalidArgument>([&] { settled(buffer, buffer.dispatch(tokens.args)); });
-      expect_says(message, comm.rank() == 1 ? words : std::vector<std::string>{"dispatch", "refused by rank 1"});
+      expect_says(message, comm.rank() == 1 ? words : std::vector<std::string>{"dispatch", "refused by rank 1, whose own error says why: "});
+      if (comm.rank() == 0 && mode == Mode::throughput) saw(message);
       if (comm.rank() == 1 && mode == Mode::throughput) saw(message);
       expect_works(buffer);
     });
@@ -175,7 +176,7 @@ TEST(BadInputOnGpus, IdsOutOfRangeWithACapacity) {
           here().finish();
           const std::string message = message_of<InvalidArgument>([&] { buffer.check(); });
           if (comm.rank() == 1) expect_says(message, {"topk_idx[2][1] is " + std::to_string(id), "0 to 5", "-1 is none"});
-          else expect_says(message, {"dispatch", "refused by rank 1"});
+          else expect_says(message, {"dispatch", "refused by rank 1", "an entry of topk_idx is no expert"});
           EXPECT_EQ(*read<int64_t>(rows.num_rows), 0) << "a failed call says that it brought nothing";
           buffer.check();  // it is said once
           expect_works(buffer);

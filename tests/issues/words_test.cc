@@ -97,12 +97,12 @@ TEST(Words, TypesOfArraysThatAreNotThereAreNotCompared) {
     const auto side = TensorView::dense(tokens.side.data(), DType::fp32, {3, 1});
     if (comm.rank() == 1) tokens.args.side = {side};
     const std::string message = message_of<InvalidArgument>([&] { buffer.dispatch(tokens.args); });
-    expect_says(message, {"side arrays: rank 0 = 0, rank 1 = 1"});
-    EXPECT_EQ(message.find("side types"), std::string::npos) << message;
+    expect_says(message, {"arrays in side: rank 0 = 0, rank 1 = 1"});
+    EXPECT_EQ(message.find("types of side"), std::string::npos) << message;
     // Of one number, but of other types:
     Tokens others(comm.rank());
     others.args.side = {comm.rank() == 1 ? side : TensorView::dense(tokens.side.data(), DType::i32, {3, 1})};
-    expect_says(message_of<InvalidArgument>([&] { buffer.dispatch(others.args); }), {"side types: rank 0 = #"});
+    expect_says(message_of<InvalidArgument>([&] { buffer.dispatch(others.args); }), {"types of side: rank 0 = #"});
   });
 }
 

@@ -41,8 +41,9 @@ Call::Call(const std::shared_ptr<Context>& context, int lane, uint64_t epoch, ui
   rows_.resize_for_overwrite(ranks * ranks);
 }
 
-void Call::refuse() {
+void Call::refuse(const Reason& why) {
   mine_.refused = 1;
+  told_ = &why;
   my_rows_.assign(my_rows_.size(), 0);
 }
 
@@ -91,7 +92,7 @@ void Call::send_header(int peer) {
     const auto& counts = my_expert_rows_[static_cast<size_t>(peer)];
     if (!counts.empty()) write(at, counts.data(), counts.size() * sizeof(int32_t));
   }
-  write(facts_of(context_->rank), &facts_, sizeof facts_);
+  write(facts_of(context_->rank), told_, sizeof facts_);
   raise(peer, BufferLayout::kHeader, epoch_);
   peers_[static_cast<size_t>(peer)].header_sent = true;
   ++num_headers_sent_;
@@ -132,9 +133,14 @@ void Call::check_headers() {
   const bool agreed =
       std::all_of(headers_.begin(), headers_.end(), [&](const Header& h) { return !h.refused && h.fingerprint == headers_[0].fingerprint; });
   if (agreed) return;
-  const std::string refusers = ranks_where(context_->num_ranks, [&](int source) { return header(source).refused != 0; });
+  const auto refuses = [&](int source) { return header(source).refused != 0; };
+  const std::string refusers = ranks_where(context_->num_ranks, refuses);
   if (!refusers.empty()) {
-    fail_together(where() + ": refused by rank " + refusers + ", whose own error says why; nothing was delivered on any rank");
+    int first = 0;
+    while (!refuses(first)) ++first;
+    Reason why;  // this rank is not one of them
+    std::memcpy(&why, context_->local + facts_of(first), sizeof why);
+    fail_together(where() + ": refused by rank " + refusers + ", whose own error says why" + why.words() + "; nothing was delivered on any rank");
   }
   std::vector<CallFacts> facts(headers_.size(), facts_);
   for (int source = 0; source < context_->num_ranks; ++source) {

@@ -59,8 +59,8 @@ class Call {
   /// The call failed: gives memory back and marks outputs.
   virtual void give_up() noexcept = 0;
 
-  /// Counts the call as refused on all ranks: headers only.
-  void refuse();
+  /// Counts the call as refused on all ranks: headers only. `why` outlives the call.
+  void refuse(const Reason& why);
 
   /// A call that was refused, or that ranks do not agree about, or whose rows do not fit, has failed on all ranks, but not all that
   /// was put for it may have landed yet: it keeps its copy until every peer has stopped, lest something late lands on the next call.
@@ -139,6 +139,7 @@ class Call {
   [[noreturn]] void fail_together(const std::string& text);
   std::string where() const { return name() + " (lane " + std::to_string(lane_) + ", epoch " + std::to_string(epoch_) + ")"; }
 
+  const void* told_ = &facts_;  ///< what lies at the end of the header: the facts or, of a refused call, the Reason
   const bool first_use_;  ///< no earlier call used this copy since the last recover()
   int max_local_ = 0;
   int num_headers_sent_ = 0, num_headers_seen_ = 0, num_closed_ = 0;

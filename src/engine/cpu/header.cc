@@ -17,8 +17,8 @@ namespace {
 
 constexpr size_t kNumFacts = sizeof(CallFacts) / sizeof(int64_t);
 constexpr std::array<std::string_view, kNumFacts> kFactNames = {
-    "library",     "call",       "epoch",      "expert map", "mode",      "layout",   "dtype", "hidden", "top-k",     "weights",
-    "side arrays", "side bytes", "side types", "capacity",   "alignment", "quantize", "wire",  "handle", "on_failure"};
+    "library",        "call",          "epoch",         "expert map", "mode",             "layout",   "dtype of x", "hidden of x", "top-k of topk_idx", "topk_weights",
+    "arrays in side", "bytes of side", "types of side", "capacity",   "expert_alignment", "quantize", "wire",       "handle",      "on_failure"};
 
 constexpr size_t index_of(size_t offset) { return offset / sizeof(int64_t); }
 constexpr size_t kEpoch = index_of(offsetof(CallFacts, epoch)), kExpertMap = index_of(offsetof(CallFacts, generation)),
@@ -51,6 +51,18 @@ std::string short_hash(int64_t value) {
   return text;
 }
 
+/// Facts are called as the arguments of a dispatch; a combine has other ones for some.
+std::string_view name_of(size_t fact, int64_t kind) {
+  if (kind == static_cast<int64_t>(CallKind::dispatch)) return kFactNames[fact];
+  switch (fact) {
+    case 6: return "dtype of y";
+    case 7: return "hidden of y";
+    case 9: return "apply";
+    case 10: return "side";
+    default: return kFactNames[fact];
+  }
+}
+
 /// How a fact's value reads in the table: names for the closed sets.
 std::string fact_text(size_t fact, const CallFacts& facts) {
   const int64_t value = values_of(facts)[fact];
@@ -75,6 +87,31 @@ std::string fact_text(size_t fact, const CallFacts& facts) {
 }
 
 }  // namespace
+
+Reason Reason::of(const std::exception_ptr& why) {
+  constexpr std::string_view kCut = "...";
+  Reason reason;
+  try {
+    std::rethrow_exception(why);
+  } catch (const std::exception& e) {
+    std::string_view words = e.what();
+    for (const std::string_view call : {"dispatch: ", "combine: "}) {
+      if (words.starts_with(call)) words.remove_prefix(call.size());
+    }
+    const bool fits = words.size() < sizeof reason.text;
+    words = words.substr(0, fits ? words.size() : sizeof reason.text - 1 - kCut.size());
+    std::copy(words.begin(), words.end(), reason.text);
+    if (!fits) std::copy(kCut.begin(), kCut.end(), reason.text + words.size());
+  } catch (...) {
+    // The refuser alone knows.
+  }
+  return reason;
+}
+
+std::string Reason::words() const {
+  const std::string words(text, strnlen(text, sizeof text));
+  return words.empty() ? words : ": " + words;
+}
 
 uint64_t fingerprint(const CallFacts& facts) {
   const auto values = std::bit_cast<std::array<uint64_t, kNumFacts>>(facts);
@@ -102,7 +139,7 @@ std::string disagreement(std::span<const CallFacts> facts) {
     // What dispatch and combine say of themselves is not to be compared, nor are the types of more and of fewer arrays.
     if (!one_kind && fact > kEpoch) break;
     if (fact == kSideTypes && !same_number_of_sides) continue;
-    table += "\n  " + std::string(kFactNames[fact]) + ":";
+    table += "\n  " + std::string(name_of(fact, facts[0].kind)) + ":";
     for (size_t rank = 0; rank < facts.size(); ++rank) {
       table += (rank ? ", " : " ") + ("rank " + std::to_string(rank) + " = ") + fact_text(fact, facts[rank]);
     }

@@ -2,6 +2,7 @@
 // what the sender is about to send, and the block that the receiver of this header may write (its lease).
 #pragma once
 #include <cstdint>
+#include <exception>
 #include <span>
 #include <string>
 #include <string_view>
@@ -35,8 +36,16 @@ struct CallFacts {
   friend bool operator==(const CallFacts&, const CallFacts&) = default;
 };
 
+/// What a rank that refuses a call tells the others in place of its facts: its own error, as far as there is room.
+struct Reason {
+  alignas(CallFacts) char text[sizeof(CallFacts)] = {};
+  static Reason of(const std::exception_ptr& why);
+  /// Behind ": "; empty if nothing was told.
+  std::string words() const;
+};
+
 /// Fixed part of a header; `rows_to[num_ranks]` and, for the addressee, `expert_counts[max local experts]` follow, and the
-/// facts themselves at the end: they are read only where fingerprints differ, so that a small call reads one line or two.
+/// facts themselves (or a Reason) at the end: they are read only where fingerprints differ, so that a small call reads one line or two.
 struct Header {
   uint64_t fingerprint = 0;  ///< of the facts
   int32_t refused = 0;       ///< the sender rejected its own arguments: the call fails on all ranks

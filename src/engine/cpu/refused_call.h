@@ -9,9 +9,9 @@ class RefusedCall final : public Call {
  public:
   /// `before`: the call that used the copy last, if it is still closing.
   RefusedCall(const std::shared_ptr<Context>& context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts,
-              std::shared_ptr<const Call> before)
-      : Call(context, lane, epoch, first_epoch, KnownFacts::of(facts), facts.handle), before_(std::move(before)) {
-    refuse();
+              const Reason& why, std::shared_ptr<const Call> before)
+      : Call(context, lane, epoch, first_epoch, KnownFacts::of(facts), facts.handle), why_(why), before_(std::move(before)) {
+    refuse(why_);
   }
   bool progress() override {
     if (finished_) return false;
@@ -36,6 +36,7 @@ class RefusedCall final : public Call {
   void give_up() noexcept override { finished_ = true; }
 
  private:
+  const Reason why_;
   std::shared_ptr<const Call> before_;
   bool finished_ = false;
 };

@@ -352,7 +352,7 @@ bool Engine::is_released(const void* address) const {
   return offset ? !shared_->region.is_taken(*offset) : shared_->results.keeps(address);
 }
 
-void Engine::refuse(const CallFacts& facts, int lane, Stream stream) {
+void Engine::refuse(const CallFacts& facts, const Reason& why, int lane, Stream stream) {
   CurrentDevice current(device_);
   std::lock_guard lock(mutex_);
   if (suspended_) return;  // on all ranks, which need not be told
@@ -362,6 +362,7 @@ void Engine::refuse(const CallFacts& facts, int lane, Stream stream) {
   HelloArgs hello;
   hello.common = common(lane, facts, 0, true);
   hello.refused = true;
+  hello.why = why;
   hello.counted = state.rounds > 0;
   // The others know the rounds of this call, and take part in all of them.
   const int64_t rounds = std::max<int64_t>(state.rounds, 1), first = state.rounds_issued;

@@ -147,7 +147,7 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
                                           std::shared_ptr<const DeviceRouting> cached, bool receive_now) override;
   std::unique_ptr<DevicePending> combine(const turnout::CombineArgs& args, const CallFacts& facts, const RoutingFacts& routing,
                                          std::shared_ptr<const DeviceRouting> handle, bool receive_now) override;
-  void refuse(const CallFacts& facts, int lane, Stream stream) override;
+  void refuse(const CallFacts& facts, const Reason& why, int lane, Stream stream) override;
   void set_experts(const std::vector<int>& expert_to_rank) override;
   void raise_failure() override;
   void check_failure() override;
@@ -207,6 +207,8 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
   void place_block(DispatchArgs& a, std::shared_ptr<Hold>* block, OnStream on) const;
   void place_result(const turnout::DispatchArgs& args, DispatchArgs& a, std::shared_ptr<Hold>* result, OnStream on) const;
   [[noreturn]] void throw_record();
+  std::optional<CallFacts> told_by(int source, int lane, int64_t epoch);
+  std::string disagreement_of(int lane, int64_t epoch);
   void watch_peers();
   void note_stream(cudaStream_t stream);
   void finish_calls(std::string_view what);

@@ -1,6 +1,7 @@
 // Failure of the CUDA engine: what the hosts know is told to kernels that wait, what kernels noted becomes an error, and recovery.
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstring>
 #include <string>
 #include <utility>
@@ -146,6 +147,41 @@ void Engine::throw_abort(const DeviceRecord& own) {
   throw PeerTimeout(text, record);
 }
 
+/// The facts (or the Reason) in the header of a call that failed, unless a later call has taken its place.
+std::optional<CallFacts> Engine::told_by(int source, int lane, int64_t epoch) {
+  const Arena& arena = shared_->arena;
+  std::vector<uint32_t> words(arena.header_bytes / 4);
+  const auto is_here = [&] {  // its first word was enough to see the difference
+    for (int w = 0; w < core::ceil_div(HeaderInts::kRows, kWordPayload); ++w) {
+      if (words[static_cast<size_t>(w) * 4 + 3] != static_cast<uint32_t>(epoch)) return false;
+    }
+    return true;
+  };
+  for (int tries = 0; tries < 1000 && !is_here(); ++tries) {
+    read(words.data(), shared_->window->local() + arena.header_at(lane, static_cast<int>(epoch % arena.depth), source), arena.header_bytes,
+         "reading headers");
+  }
+  if (!is_here()) return std::nullopt;
+  std::array<int64_t, HeaderInts::kNumFacts> values;
+  for (int i = 0; i < HeaderInts::kNumFacts; ++i) {
+    const auto at = [&](int payload) {
+      return static_cast<uint64_t>(words[static_cast<size_t>(payload / kWordPayload * 4 + payload % kWordPayload)]);
+    };
+    values[static_cast<size_t>(i)] = static_cast<int64_t>(at(HeaderInts::kFactValues + 2 * i) | at(HeaderInts::kFactValues + 2 * i + 1) << 32);
+  }
+  return std::bit_cast<CallFacts>(values);
+}
+
+std::string Engine::disagreement_of(int lane, int64_t epoch) {
+  std::vector<CallFacts> facts;
+  for (int s = 0; s < num_ranks_; ++s) {
+    const std::optional<CallFacts> told = told_by(s, lane, epoch);
+    if (!told) return " (what rank " + std::to_string(s) + " told is no longer there)";
+    facts.push_back(*told);
+  }
+  return disagreement(facts);
+}
+
 void Engine::throw_record() {
   volatile DeviceRecord& from = words_->host()->record;
   const DeviceRecord r = loaded(from);
@@ -156,39 +192,16 @@ void Engine::throw_record() {
   CurrentDevice current(device_);
   std::string message;
   const std::string call = static_cast<CallKind>(r.call) == CallKind::combine ? "combine" : "dispatch";
-  if (r.state == 3) message = call + ": refused by rank " + std::to_string(r.peer) + ", whose own error says why";
+  if (r.state == 3) {
+    message = call + ": refused by rank " + std::to_string(r.peer) + ", whose own error says why";
+    if (r.value == 1) message += ": an entry of topk_idx is no expert";
+    if (const auto why = r.value == kSaysWhy ? told_by(r.peer, r.lane, r.epoch) : std::nullopt) message += std::bit_cast<Reason>(*why).words();
+  }
   if (r.state == 4) {
     message = "dispatch: topk_idx[" + std::to_string(r.expected) + "][" + std::to_string(r.k) + "] is " + std::to_string(r.value) +
               ", but experts are 0 to " + std::to_string(config_.num_experts - 1) + ", and -1 is none";
   }
-  if (r.state == 2) {
-    const Arena& arena = shared_->arena;
-    const int copy = static_cast<int>(r.epoch % arena.depth);
-    std::vector<CallFacts> facts;
-    for (int s = 0; s < num_ranks_; ++s) {
-      std::vector<uint32_t> words_of(arena.header_bytes / 4);
-      const auto is_here = [&] {  // its first word was enough to see the difference
-        for (int w = 0; w < core::ceil_div(HeaderInts::kRows, kWordPayload); ++w) {
-          if (words_of[static_cast<size_t>(w) * 4 + 3] != static_cast<uint32_t>(r.epoch)) return false;
-        }
-        return true;
-      };
-      for (int tries = 0; tries < 1000 && !is_here(); ++tries) {
-        read(words_of.data(), shared_->window->local() + arena.header_at(r.lane, copy, s), arena.header_bytes, "reading headers");
-      }
-      std::array<int64_t, HeaderInts::kNumFacts> values;
-      for (int i = 0; i < HeaderInts::kNumFacts; ++i) {
-        const auto at = [&](int payload) {
-          return static_cast<uint64_t>(words_of[static_cast<size_t>(payload / kWordPayload * 4 + payload % kWordPayload)]);
-        };
-        values[static_cast<size_t>(i)] = static_cast<int64_t>(at(HeaderInts::kFactValues + 2 * i) | at(HeaderInts::kFactValues + 2 * i + 1) << 32);
-      }
-      CallFacts f;
-      std::memcpy(static_cast<void*>(&f), values.data(), sizeof f);
-      facts.push_back(f);
-    }
-    message = call + ": ranks disagree about this call" + disagreement(facts);
-  }
+  if (r.state == 2) message = call + ": ranks disagree about this call" + disagreement_of(r.lane, r.epoch);
   // One call failed on all ranks; the next ones do not.
   from.state = 0;
   throw InvalidArgument(message);

@@ -36,6 +36,12 @@ __global__ void __launch_bounds__(128, 1) hello_kernel(const __grid_constant__ H
   const bool lost = h.round > 0 && (h.refused || *failed == call.epoch - 1), refused = h.refused && !lost;
   if (threadIdx.x == 0) fill_facts(c, call.epoch, refused, 0, &facts, h.room);
   __syncthreads();
+  if (refused && threadIdx.x < sizeof(Reason) / 4) {
+    static_assert(sizeof(Reason) == 8 * HeaderInts::kNumFacts && sizeof(Reason) / 4 <= 128);
+    facts.words[HeaderInts::kFactValues + threadIdx.x] = reinterpret_cast<const uint32_t*>(h.why.text)[threadIdx.x];
+    facts.words[HeaderInts::kRefused] = kSaysWhy;
+  }
+  __syncthreads();
   if (!refused || !h.counted) send_header(c, call, HeaderInts::kRows, [&](int, int i) { return facts.words[i]; });
   for (int d = static_cast<int>(threadIdx.x); !lost && d < c.team.num_ranks; d += static_cast<int>(blockDim.x)) {
     // A peer that has had the counts already (exact size) sees a refusal in the offer.

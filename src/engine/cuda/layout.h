@@ -101,7 +101,7 @@ struct Arena {
 /// Payload of a header, in 32-bit words: the facts of the call, then (dispatch) what its sender is about to send.
 struct HeaderInts {
   static constexpr int kHash = 0;        ///< of the facts that must agree, low and high word
-  static constexpr int kRefused = 2;     ///< 1: the sender rejected its own arguments
+  static constexpr int kRefused = 2;     ///< the sender rejected its own arguments: 1: an id is no expert; kSaysWhy: its Reason lies where facts do
   static constexpr int kTokens = 3;      ///< of the sender
   static constexpr int kRoom = 4;        ///< exact: what its receive region can give for this call, in units of kRoomUnit
   static constexpr int kFactValues = 5;  ///< the facts themselves, 64 bits each, for the table of differences
@@ -113,6 +113,7 @@ struct HeaderInts {
     return (experts(num_ranks) + kWordPayload - 1) / kWordPayload * kWordPayload;
   }
 };
+inline constexpr uint32_t kSaysWhy = 2;
 inline constexpr int64_t kRoomUnit = 128;
 constexpr int header_ints_of(int num_ranks, int max_local_experts) { return HeaderInts::later_experts(num_ranks) + max_local_experts; }
 
