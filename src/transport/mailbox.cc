@@ -1,4 +1,6 @@
-// No thread and no connection: a rank sends as far as the queues of the others let it, and takes what has come meanwhile.
+// No thread: a rank sends as far as the queues of the others let it, takes what has come meanwhile, and sleeps until there is more or one of
+// the queues has room. Queues are short (10 messages, by default), and hundreds of ranks share a few cores: who looked again and again would
+// keep those from running that everybody waits for, and who waited for one full queue alone would hold up all whose queues are not.
 #include "transport/mailbox.h"
 
 #include <poll.h>
@@ -12,6 +14,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstring>
+#include <deque>
 
 namespace turnout::transport {
 
@@ -40,15 +43,16 @@ std::string random_name() {
   return name;
 }
 
-/// False if the queue of the receiver is full.
-bool send(int socket, const std::string& to, int peer, int rank, int fd) {
+enum class Sent { yes, queue_is_full, too_many_under_way };
+
+/// From a socket of its own, which is left connected to the receiver: poll() knows then when there is room. (Whoever is connected himself
+/// hears that one alone.)
+Sent send(int socket, const std::string& to, int peer, int rank, int fd) {
   iovec part{&rank, sizeof rank};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof fd)] = {};
   socklen_t length = 0;
   sockaddr_un address = address_of(to, length);
   msghdr message{};
-  message.msg_name = &address;
-  message.msg_namelen = length;
   message.msg_iov = &part;
   message.msg_iovlen = 1;
   message.msg_control = control;
@@ -58,8 +62,11 @@ bool send(int socket, const std::string& to, int peer, int rank, int fd) {
   header->cmsg_type = SCM_RIGHTS;
   header->cmsg_len = CMSG_LEN(sizeof fd);
   std::memcpy(CMSG_DATA(header), &fd, sizeof fd);
-  if (sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT) >= 0) return true;
-  if (errno == EAGAIN || errno == EINTR) return false;
+  if (connect(socket, reinterpret_cast<const sockaddr*>(&address), length) == 0) {
+    if (sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT) >= 0) return Sent::yes;
+    if (errno == EAGAIN || errno == EINTR) return Sent::queue_is_full;
+    if (errno == ETOOMANYREFS) return Sent::too_many_under_way;  // descriptors of this user
+  }
   fail("cannot reach rank " + std::to_string(peer) + " (abstract unix sockets need a common network namespace)", errno);
 }
 
@@ -115,29 +122,38 @@ bool Mailbox::receive(std::vector<bool>& got, const Take& take) {
 }
 
 void Mailbox::exchange(const std::vector<std::string>& names, int rank, const Descriptor& mine, const Take& take) {
+  constexpr int kTries = 4;  // full queues in a row
   const size_t num_ranks = names.size();
+  const Descriptor sender(::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+  if (!sender) fail("cannot make a socket", errno);
   auto until = std::chrono::steady_clock::now() + kPatience;
   std::vector<bool> got(num_ranks);
   got[static_cast<size_t>(rank)] = true;
-  size_t sent = 1, moved_before = 0;
-  // Each begins with its right neighbour, so that no queue is everybody's first.
-  const auto to = [&] { return (static_cast<size_t>(rank) + sent) % num_ranks; };
+  std::deque<size_t> to;  // each begins with its right neighbour, so that no queue is everybody's first
+  for (size_t i = 1; i < num_ranks; ++i) to.push_back((static_cast<size_t>(rank) + i) % num_ranks);
   while (true) {
-    while (sent < num_ranks && send(socket_.get(), names[to()], static_cast<int>(to()), rank, mine.get())) ++sent;
-    while (receive(got, take)) {
+    bool moved = false;
+    Sent last = Sent::yes;
+    for (int full = 0; !to.empty() && full < kTries; ++full) {
+      if (full > 0) to.push_back(to.front()), to.pop_front();
+      last = send(sender.get(), names[to.front()], static_cast<int>(to.front()), rank, mine.get());
+      if (last != Sent::yes) continue;
+      to.pop_front();
+      moved = true;
+      full = -1;
     }
+    while (receive(got, take)) moved = true;
     // Hundreds of processes on few cores take their time; as long as something comes or goes there is hope.
-    const size_t num_moved = sent + static_cast<size_t>(std::count(got.begin(), got.end(), true));
-    if (num_moved != moved_before) until = std::chrono::steady_clock::now() + kPatience;
-    moved_before = num_moved;
+    const auto now = std::chrono::steady_clock::now();
+    if (moved) until = now + kPatience;
     const auto missing = std::find(got.begin(), got.end(), false);
-    if (sent == num_ranks && missing == got.end()) return;
-    if (std::chrono::steady_clock::now() > until) {
-      const auto peer = missing == got.end() ? to() : static_cast<size_t>(missing - got.begin());
+    if (to.empty() && missing == got.end()) return;
+    if (now > until) {
+      const auto peer = missing == got.end() ? to.front() : static_cast<size_t>(missing - got.begin());
       fail("no descriptor from or to rank " + std::to_string(peer) + " for " + std::to_string(kPatience.count()) + " s", ETIMEDOUT);
     }
-    pollfd waiting{socket_.get(), POLLIN, 0};
-    poll(&waiting, 1, sent < num_ranks ? 1 : 100);
+    pollfd waiting[] = {{socket_.get(), POLLIN, 0}, {sender.get(), POLLOUT, 0}};
+    poll(waiting, last == Sent::queue_is_full ? 2 : 1, last == Sent::too_many_under_way ? 10 : 100);
   }
 }
 

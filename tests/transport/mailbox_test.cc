@@ -6,7 +6,9 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <condition_variable>
 #include <cstddef>
+#include <mutex>
 
 #include "ranks.h"
 
@@ -61,6 +63,42 @@ TEST(Mailbox, DescriptorsOfStrangersAreClosedAndRanksStillMeet) {
     EXPECT_EQ(taken, (std::vector<int>{1, 0}));
   }
   EXPECT_EQ(num_descriptors(), before);
+}
+
+// The queue of one who has not come fills up at once (10 messages, by default); the others went no further then.
+TEST(Mailbox, WhoHasNotComeHoldsUpNobodyElse) {
+  constexpr int kRanks = 40, kLate = kRanks - 1, kNumEarly = kRanks - 1;
+  std::vector<Mailbox> boxes(kRanks);
+  std::vector<std::string> names;
+  for (Mailbox& box : boxes) {
+    box.open();
+    names.push_back(box.name());
+  }
+  std::mutex mutex;
+  std::condition_variable all_have_met;
+  std::vector<int> taken(kRanks);
+  int have_met = 0;
+  const auto count = [&](int rank, int peer) {
+    const std::lock_guard lock(mutex);
+    ++taken[static_cast<size_t>(rank)];
+    if (rank == kLate || peer == kLate) return;
+    if (++have_met == kNumEarly * (kNumEarly - 1)) all_have_met.notify_all();
+  };
+  bool in_time = false;
+  std::vector<std::jthread> threads;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    threads.emplace_back([&, rank] {
+      if (rank == kLate) {
+        std::unique_lock lock(mutex);
+        in_time = all_have_met.wait_for(lock, 10s, [&] { return have_met == kNumEarly * (kNumEarly - 1); });
+      }
+      const Descriptor mine(open("/dev/null", O_RDONLY | O_CLOEXEC));
+      boxes[static_cast<size_t>(rank)].exchange(names, rank, mine, [&](int peer, const Descriptor&, int) { count(rank, peer); });
+    });
+  }
+  threads.clear();
+  EXPECT_TRUE(in_time) << "only " << have_met << " descriptors had come";
+  EXPECT_EQ(taken, std::vector<int>(kRanks, kRanks - 1));
 }
 
 }  // namespace turnout::transport::testing
