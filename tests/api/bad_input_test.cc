@@ -14,7 +14,9 @@ constexpr int kRanks = 3, kWrong = 1;
 /// kernel, and what does not fit may be found once the counts are known: then the refuser alone says what.
 std::vector<std::string> words_of_others(const char* call, const std::vector<std::string>& words) {
   if (!on_host()) return {call, "refused by rank 1"};
-  return {call, "refused by rank 1, whose own error says why: ", words.front().substr(0, words.front().find_first_of(" ["))};
+  std::string first = words.front();
+  if (first.starts_with(call)) first.erase(0, first.find(' ') + 1);
+  return {call, "refused by rank 1, whose own error says why: ", first.substr(0, first.find_first_of(" ["))};
 }
 
 /// Rank 1 gives what `spoil` makes of good arguments, the others give good ones.

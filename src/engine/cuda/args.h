@@ -243,7 +243,7 @@ struct HelloArgs {
   int64_t block_rows = 0;
   uint32_t channels = 0, room = 0;
   int round = 0;
-  bool refused = false;                ///< by this rank
+  bool refused = false;  ///< by this rank
   Reason why;
   bool counted = false;                ///< refused, but only when the header had told all ranks the counts: it stays as it is
   int64_t* counts_for_host = nullptr;  ///< mapped (CountWords): the rooms are told
