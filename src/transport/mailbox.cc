@@ -45,14 +45,14 @@ std::string random_name() {
 
 enum class Sent { yes, queue_is_full, too_many_under_way };
 
-/// From a socket of its own, which is left connected to the receiver: poll() knows then when there is room. (Whoever is connected himself
-/// hears that one alone.)
 Sent send(int socket, const std::string& to, int peer, int rank, int fd) {
   iovec part{&rank, sizeof rank};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof fd)] = {};
   socklen_t length = 0;
   sockaddr_un address = address_of(to, length);
   msghdr message{};
+  message.msg_name = &address;
+  message.msg_namelen = length;
   message.msg_iov = &part;
   message.msg_iovlen = 1;
   message.msg_control = control;
@@ -62,12 +62,24 @@ Sent send(int socket, const std::string& to, int peer, int rank, int fd) {
   header->cmsg_type = SCM_RIGHTS;
   header->cmsg_len = CMSG_LEN(sizeof fd);
   std::memcpy(CMSG_DATA(header), &fd, sizeof fd);
-  if (connect(socket, reinterpret_cast<const sockaddr*>(&address), length) == 0) {
-    if (sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT) >= 0) return Sent::yes;
-    if (errno == EAGAIN || errno == EINTR) return Sent::queue_is_full;
-    if (errno == ETOOMANYREFS) return Sent::too_many_under_way;  // descriptors of this user
-  }
+  if (sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT) >= 0) return Sent::yes;
+  if (errno == EAGAIN || errno == EINTR) return Sent::queue_is_full;
+  if (errno == ETOOMANYREFS) return Sent::too_many_under_way;  // descriptors of this user
   fail("cannot reach rank " + std::to_string(peer) + " (abstract unix sockets need a common network namespace)", errno);
+}
+
+/// Until `mailbox` has a message, or for a while; with `full` until that one's queue has room, too. poll() knows of room at the other end of a
+/// connected socket; the mailbox itself cannot be one, since it would hear that end alone. Without a descriptor for another it is soon over.
+void wait(int mailbox, const std::string* full) {
+  Descriptor door;
+  if (full) {
+    socklen_t length = 0;
+    const sockaddr_un address = address_of(*full, length);
+    door = Descriptor(::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+    if (door && connect(door.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) door = Descriptor();
+  }
+  pollfd waiting[] = {{mailbox, POLLIN, 0}, {door.get(), POLLOUT, 0}};
+  poll(waiting, door ? 2 : 1, full && !door ? 10 : 100);
 }
 
 }  // namespace
@@ -124,8 +136,6 @@ bool Mailbox::receive(std::vector<bool>& got, const Take& take) {
 void Mailbox::exchange(const std::vector<std::string>& names, int rank, const Descriptor& mine, const Take& take) {
   constexpr int kTries = 4;  // full queues in a row
   const size_t num_ranks = names.size();
-  const Descriptor sender(::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0));
-  if (!sender) fail("cannot make a socket", errno);
   auto until = std::chrono::steady_clock::now() + kPatience;
   std::vector<bool> got(num_ranks);
   got[static_cast<size_t>(rank)] = true;
@@ -136,7 +146,7 @@ void Mailbox::exchange(const std::vector<std::string>& names, int rank, const De
     Sent last = Sent::yes;
     for (int full = 0; !to.empty() && full < kTries; ++full) {
       if (full > 0) to.push_back(to.front()), to.pop_front();
-      last = send(sender.get(), names[to.front()], static_cast<int>(to.front()), rank, mine.get());
+      last = send(socket_.get(), names[to.front()], static_cast<int>(to.front()), rank, mine.get());
       if (last != Sent::yes) continue;
       to.pop_front();
       moved = true;
@@ -152,8 +162,8 @@ void Mailbox::exchange(const std::vector<std::string>& names, int rank, const De
       const auto peer = missing == got.end() ? to.front() : static_cast<size_t>(missing - got.begin());
       fail("no descriptor from or to rank " + std::to_string(peer) + " for " + std::to_string(kPatience.count()) + " s", ETIMEDOUT);
     }
-    pollfd waiting[] = {{socket_.get(), POLLIN, 0}, {sender.get(), POLLOUT, 0}};
-    poll(waiting, last == Sent::queue_is_full ? 2 : 1, last == Sent::too_many_under_way ? 10 : 100);
+    if (last == Sent::too_many_under_way) poll(nullptr, 0, 10);
+    else wait(socket_.get(), last == Sent::queue_is_full ? &names[to.front()] : nullptr);
   }
 }
 
