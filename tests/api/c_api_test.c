@@ -178,7 +178,7 @@ static turnout_status patience(turnout_communicator* communicator, void* context
   return TURNOUT_OK;
 }
 
-/* Rank 1 leaves: rank 0 learns that it is gone. */
+/* Rank 1 destroys its Buffer and leaves: rank 0 learns that it has closed. */
 static turnout_status departure(turnout_communicator* communicator, void* context) {
   (void)context;
   turnout_communicator_info who = {.struct_size = sizeof who};
@@ -191,7 +191,7 @@ static turnout_status departure(turnout_communicator* communicator, void* contex
     make_problem(&p, 0);
     turnout_dispatch_result* got = NULL;
     CHECK_SAYS(turnout_dispatch(buffer, &p.args, &got), TURNOUT_PEER_FAILED, "rank 1");
-    CHECK(turnout_last_wait_record() && strcmp(turnout_last_wait_record()->peer_state, "gone") == 0);
+    CHECK(turnout_last_wait_record() && strcmp(turnout_last_wait_record()->peer_state, "closed") == 0);
   }
   turnout_buffer_destroy(buffer);
   return TURNOUT_OK;
