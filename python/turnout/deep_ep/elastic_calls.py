@@ -5,7 +5,6 @@ The origin of a row travels with it, and so do the weights of its token where al
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor
 from .engine import Engines
 from .handle import EPHandle, Expanded, expanded_rows, source_metadata
 from .normal import row_bytes, side_bytes, sms, sum_wide
-from .routing import align, first_experts, tail
+from .routing import align, first_experts, numbers, tail
 
 __all__ = ["Received", "combine_call", "dispatch_again", "dispatch_call"]
 
@@ -32,17 +31,17 @@ class Received:
 
 def dispatch_call(
     engines: Engines, rows: Tensor, sf: Tensor | None, ids: Tensor, weights: Tensor | None, *, num_experts: int, max_tokens: int, alignment: int,
-    num_sms: int, expand: bool, exact: bool, zero_padding: bool, column_major: bool,
+    num_sms: int, expand: bool, multiple: bool, exact: bool, zero_padding: bool, column_major: bool,
 ) -> Received:  # fmt: skip
     topk, device = ids.shape[1], rows.device
     rank, num_ranks = engines.communicator.rank, engines.communicator.num_ranks
     num_local = -(-num_experts // num_ranks)  # the most of any rank: all of them give the same capacity
     origins = num_ranks * max_tokens
     most = align(origins * min(topk, num_local) + (alignment - 1) * num_local, alignment) if expand else origins
-    numbers = _numbers(rank * max_tokens, len(rows), device)
+    origin_of = numbers(rank * max_tokens, max_tokens, 1, device)[: len(rows)]
     # Along with a row: what its token chose, if the row must find itself in there; else the weights, which DeepEP leaves as they are.
     extra = (ids.to(torch.int32),) if expand else () if weights is None else (weights.to(torch.float32),)
-    side = (numbers, *extra, *(() if sf is None else (sf,)))
+    side = (origin_of, *extra, *(() if sf is None else (sf,)))
 
     def issue(engine: Any) -> Any:
         return engine.dispatch(
@@ -52,7 +51,7 @@ def dispatch_call(
 
     engine, result = engines.dispatch(
         issue, kind="elastic", num_experts=num_experts, tokens=max_tokens, row_bytes=row_bytes(rows, topk), topk=topk,
-        side_bytes=4 + 8 * topk + side_bytes(sf), device=device,
+        side_bytes=4 + 8 * topk + side_bytes(sf), device=device, rows_come_back=2 if expand and not multiple else 0,
     )  # fmt: skip
     # Copies of what is small: an array of a result keeps all of its memory, rows included.
     x, counts, origin = result.x.contiguous(), result.expert_counts.clone(), result.side[0][:, 0].clone()
@@ -142,12 +141,6 @@ def combine_call(
     for each in biases:
         out += each
     return out, None if weights is None else got.side.contiguous()
-
-
-@functools.lru_cache(maxsize=32)
-def _numbers(first: int, tokens: int, device: torch.device) -> Tensor:
-    """int32 [T, 1]: the numbers of this rank's tokens among those of all ranks."""
-    return torch.arange(first, first + tokens, dtype=torch.int32, device=device).unsqueeze(1)
 
 
 def _metadata(origin: Tensor, local_ids: Tensor, max_tokens: int) -> Tensor:

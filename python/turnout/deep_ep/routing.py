@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-__all__ = ["align", "first_experts", "layout", "owners", "tail"]
+__all__ = ["align", "first_experts", "layout", "numbers", "owners", "tail"]
 
 _NODE = 8  # ranks of a node, as DeepEP counts
 
@@ -28,6 +28,23 @@ def owners(num_experts: int, num_ranks: int, device: torch.device) -> Tensor:
     firsts = first_experts(num_experts, num_ranks)
     table = [rank for rank in range(num_ranks) for _ in range(firsts[rank + 1] - firsts[rank])]
     return torch.tensor([*table, num_ranks], device=device)
+
+
+_numbers: dict[tuple[int, int, int, torch.device], Tensor] = {}
+
+
+def numbers(first: int, rows: int, columns: int, device: torch.device) -> Tensor:
+    """int32 [rows, columns]: first, first + 1, ... in every column. Kept for good, because graphs may have been captured with it."""
+    key = (first, rows, columns, device)
+    made = _numbers.get(key)
+    if made is None:
+        made = torch.arange(first, first + rows, dtype=torch.int32, device=device)[:, None].expand(rows, columns).contiguous()
+        if device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                return made  # the graph's: nothing is in it before a replay
+            torch.cuda.current_stream(device).synchronize()  # calls on other streams find it, too
+        _numbers[key] = made
+    return made
 
 
 def layout(ids: Tensor, num_experts: int, num_ranks: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:

@@ -336,7 +336,7 @@ struct CombineArgs {
   int64_t hidden = 0;
   Wire wire = Wire::payload;
   CombineWeights apply = CombineWeights::none;
-  const void* weights = nullptr;  ///< apply = rows: one per row of y
+  const void* weights = nullptr;  ///< apply = rows: one per row of y; tokens: [T, K]
   bool weights_are_bf16 = false;
   bool has_side = false;        ///< the same on all ranks
   const float* side = nullptr;  ///< one scalar per row of y; rank_major [N, K]; null where there are no rows
@@ -356,6 +356,7 @@ struct CombineArgs {
   // The block of this rank that peers write their partial sums to: record i of destination d at row send_offset[d] + i, where
   // is routing.send_offset. Same format on every rank.
   size_t block = 0;
+  size_t block_stride = 0;      ///< if not 0: the block of copy c of the staging is at block + c * block_stride
   int64_t block_rows = 0;       ///< room; at least the sum of routing.sent
   int64_t record_bytes = 0;     ///< stride of a record, a multiple of 128
   int64_t side_offset = 0;      ///< in a record: [K] scalars
