@@ -15,7 +15,7 @@ from torch import Tensor
 from .engine import Engines
 from .handle import EPHandle, Expanded, expanded_rows, source_metadata
 from .normal import row_bytes, side_bytes, sms, sum_wide
-from .routing import align, first_experts, numbers, tail
+from .routing import align, first_experts, numbers, slots, tail
 
 __all__ = ["Received", "combine_call", "dispatch_again", "dispatch_call"]
 
@@ -68,6 +68,7 @@ def dispatch_call(
         got_idx = local.to(ids.dtype, copy=True)
         if weights is not None:
             got_weights = result.side[1].clone()
+    late["dst_buffer_slot_idx"] = lambda made: slots(made.topk_idx, num_experts, num_ranks, rank * max_tokens)
     handle = EPHandle(
         engine, result.handle, expand, late, do_expand=expand, num_experts=num_experts, expert_alignment=alignment, num_max_tokens_per_rank=max_tokens,
         num_sms=num_sms, topk_idx=ids, num_expanded_tokens=len(x) if expand else 0, num_unaligned_recv_tokens_per_expert=counts,
@@ -132,10 +133,13 @@ def combine_call(
     wire = "payload" if multiple or not handle._is_expanded else "rows"
     out = torch.empty((routing.num_tokens, rows.shape[1]), dtype=rows.dtype, device=rows.device)
     if biases and rows.dtype in (torch.bfloat16, torch.float16):
-        sum_wide(engine, routing, rows, biases, number, out)
         combined = None
         if weights is not None:
             combined = engine.combine(rows[:, :1], routing, side=weights, num_sms=number).side.contiguous()
+        if handle._is_expanded and multiple:
+            # What is added here already is rounded before it crosses, with a bias as without.
+            rows, _ = _spread(handle._expanded, handle.recv_src_metadata, _fold(handle.recv_src_metadata, rows), None)
+        sum_wide(engine, routing, rows, biases, number, out, wire)
         return out, combined
     got = engine.combine(rows, routing, side=weights, wire=wire, out=out, num_sms=number)
     for each in biases:
@@ -151,6 +155,15 @@ def _metadata(origin: Tensor, local_ids: Tensor, max_tokens: int) -> Tensor:
     if topk:
         made[:, 1] = origin // max_tokens * topk + (local_ids >= 0).to(torch.int8).argmax(1)
     return made
+
+
+def _fold(metadata: Tensor, rows: Tensor) -> Tensor:
+    """The sum of each token's expanded rows, in fp32 and in the order of k."""
+    places = metadata[:, 2:].to(torch.int64)
+    total = torch.zeros((len(places), rows.shape[1]), dtype=torch.float32, device=rows.device)
+    for place in places.t():
+        total += torch.where((place >= 0)[:, None], rows[place.clamp(min=0)], 0)
+    return total.to(rows.dtype)
 
 
 def _spread(expanded: Expanded, metadata: Tensor, rows: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -121,13 +121,15 @@ def combine_rows(
     return out, combined
 
 
-def sum_wide(engine: Any, routing: Any, rows: Tensor, biases: tuple[Tensor, ...], num_sms: int, out: Tensor) -> None:
+def sum_wide(
+    engine: Any, routing: Any, rows: Tensor, biases: tuple[Tensor, ...], num_sms: int, out: Tensor, wire: str = "payload"
+) -> None:
     """Sums in fp32, with one rounding after the bias. Columns go in parts that are no wider in fp32 than the whole is."""
     hidden = rows.shape[1]
     width = max(1, hidden // 2)
     for first in range(0, hidden, width):
         part = slice(first, min(first + width, hidden))
-        total = engine.combine(rows[:, part].float(), routing, num_sms=num_sms).x
-        for each in biases:
-            total = total + each[:, part].float()
-        out[:, part] = total
+        bias = biases[0][:, part].float()
+        for each in biases[1:]:
+            bias = bias + each[:, part].float()
+        out[:, part] = engine.combine(rows[:, part].float(), routing, wire=wire, num_sms=num_sms).x + bias

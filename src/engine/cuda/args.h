@@ -356,12 +356,12 @@ struct CombineArgs {
   // The block of this rank that peers write their partial sums to: record i of destination d at row send_offset[d] + i, where
   // is routing.send_offset. Same format on every rank.
   size_t block = 0;
-  size_t block_stride = 0;      ///< if not 0: the block of copy c of the staging is at block + c * block_stride
   int64_t block_rows = 0;       ///< room; at least the sum of routing.sent
   int64_t record_bytes = 0;     ///< stride of a record, a multiple of 128
   int64_t side_offset = 0;      ///< in a record: [K] scalars
   int64_t mask_offset = 0;      ///< in a record: 64-bit mask of the k's that are in the sum
   int64_t wire_row_stride = 0;  ///< wire = rows: K rows, each at k * wire_row_stride
+  size_t block_stride = 0;      ///< if not 0: the block of copy c of the staging is at block + c * block_stride
 };
 
 }  // namespace turnout::engine::cuda
