@@ -105,6 +105,7 @@ class Hold {
 /// The device arrays of a routing, and what the host knows of it.
 class RoutingMemory : public DeviceRouting {
  public:
+  int32_t* recv_begin() const override { return view.recv_begin; }
   Routing view{};
   int64_t block_rows = 0;  ///< N
   int64_t result_rows = 0;
