@@ -35,6 +35,7 @@ class Routing:
         self.device = device
         self.handle: Any = None  # when the dispatch was received
         self.ids: Tensor | None = None  # of the dispatch, as they were given: kept, so that no other tensor is where they are
+        self.ids_version: int | None = None
         self.combine_buffer: Tensor | None = None
 
 
@@ -139,7 +140,7 @@ class LowLatencyCalls:
             row_bytes=hidden * max(2, rows.element_size()), topk=topk, side_bytes=0, device=device, rows_come_back=_COMBINES,
         )  # fmt: skip
         handle = LowLatencyHandle(Routing(engine, device), num_max_dispatch_tokens_per_rank, hidden, num_experts)
-        handle.routing.ids = ids
+        handle.routing.ids, handle.routing.ids_version = ids, _version(ids)
 
         def receive(come: Any, since: int) -> None:
             if dispatch_wait_recv_cost_stats is not None:
@@ -227,7 +228,8 @@ class LowLatencyCalls:
 
     def _weights(self, routing: Routing, ids: Tensor, weights: Tensor, num_experts: int) -> Tensor:
         """Of experts that are not among the ids of this combine, though the dispatch had sent to them: 0."""
-        if not self._masked and routing.ids is not None and ids.data_ptr() == routing.ids.data_ptr():
+        same = routing.ids is not None and ids.data_ptr() == routing.ids.data_ptr() and _version(ids) == routing.ids_version
+        if same and not self._masked:
             return weights
         return weights.masked_fill(self._unmasked(ids, num_experts) < 0, 0)
 
@@ -277,6 +279,11 @@ class LowLatencyCalls:
             return ids
         masked = torch.tensor([rank in self._masked for rank in range(self.group_size)] + [False], device=ids.device)
         return torch.where(masked[owners(num_experts, self.group_size, ids.device)[ids.to(torch.int64)]], -1, ids)
+
+
+def _version(ids: Tensor) -> int | None:
+    """Grows whenever torch writes into the tensor."""
+    return None if ids.is_inference() else ids._version
 
 
 def _routing(call: str, handle: Any) -> Routing:

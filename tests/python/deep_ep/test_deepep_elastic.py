@@ -36,6 +36,7 @@ def check_handle(handle, ranks, rank, alignment, expand, exact):
     same(handle.psum_num_recv_tokens_per_expert, psum if expand else np.cumsum(aligned), "psum of experts")
     for tensor in (handle.psum_num_recv_tokens_per_scaleup_rank, handle.psum_num_recv_tokens_per_expert, handle.num_unaligned_recv_tokens_per_expert):
         assert tensor.dtype is torch.int32
+    same(handle.dst_buffer_slot_idx, slots(ranks, rank), "dst_buffer_slot_idx")
     same(handle.recv_src_metadata[:tokens], ranks.metadata(rank, MOST, alignment if expand else None), "recv_src_metadata")
     most, local = ranks.num_ranks * MOST, -(-ranks.num_experts // ranks.num_ranks)
     if exact:
@@ -44,6 +45,21 @@ def check_handle(handle, ranks, rank, alignment, expand, exact):
     else:
         assert handle.num_recv_tokens_per_expert_list == [] and handle.num_recv_tokens == most
         assert handle.num_expanded_tokens == (align(most * min(topk, local) + (alignment - 1) * local, alignment) if expand else 0)
+
+
+def slots(ranks, rank):
+    """rank * MOST + place of the token among those that go to the rank, at the first k that leads there."""
+    made, sent = np.full(ranks.idx[rank].shape, -1, np.int32), np.zeros(ranks.num_ranks, np.int32)
+    for token, ids in enumerate(ranks.idx[rank]):
+        seen = set()
+        for k, number in enumerate(ids):
+            to = ranks.owner[number]
+            if number < 0 or to in seen:
+                continue
+            seen.add(to)
+            made[token, k] = rank * MOST + sent[to]
+            sent[to] += 1
+    return made
 
 
 def expanded(ranks, rank, alignment, row_of, width):
