@@ -24,7 +24,8 @@ void check(const CombineProblem& p) {
   require(d.layout != Layout::rank_major || ((p.wire != Wire::rows || mutated(Mutation::sums_cross_as_rows)) && p.apply != CombineWeights::source),
           "rank_major rows are sums of experts already: no wire rows, no source weights");
   require(p.apply != CombineWeights::source || d.has_weights, "source weights were not dispatched");
-  require(p.apply != CombineWeights::tokens || p.wire == Wire::rows, "weights of tokens are known where rows are added, and only wire rows brings them there");
+  require(p.apply != CombineWeights::tokens || p.wire == Wire::rows,
+          "weights of tokens are known where rows are added, and only wire rows brings them there");
   for (size_t r = 0; r < p.ranks.size(); ++r) {
     const auto rows = static_cast<size_t>((*p.received)[r].array_rows);
     const size_t side = p.with_side ? rows * static_cast<size_t>(d.layout == Layout::rank_major ? d.num_topk : 1) : 0;

@@ -1,5 +1,5 @@
-// Combine, the general form: every dtype, layout and weight, and every wire but rows (combine_terms.cu). The expert side sums the rows of a (token, source) in k order
-// and writes one record to the source's block; the source adds the records of a token, ranks ascending within a node, nodes
+// Combine, the general form: every dtype, layout and weight, and every wire but rows (combine_terms.cu). The expert side sums the rows of a (token,
+// source) in k order and writes one record to the source's block; the source adds the records of a token, ranks ascending within a node, nodes
 // ascending. What is on the own rank is summed where it is added, rounded as if it had crossed. A warp does a row.
 #include "engine/cuda/device/combine.cuh"
 #include "engine/cuda/device/tickets.cuh"

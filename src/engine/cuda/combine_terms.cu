@@ -24,13 +24,16 @@ constexpr int kNoMore = -1, kGivenUp = -2;
 
 __device__ __forceinline__ bool is_clerk() { return warp_id() == kMovers / 32; }
 /// Bits of the k's before that of this lane: k = h * 32 + lane.
-__device__ __forceinline__ int num_before(uint64_t mask, int h) { return __popcll(static_cast<long long>(mask & ((1ull << (h * 32 + lane_id())) - 1))); }
+__device__ __forceinline__ int num_before(uint64_t mask, int h) {
+  return __popcll(static_cast<long long>(mask & ((1ull << (h * 32 + lane_id())) - 1)));
+}
 __device__ __forceinline__ bool has(uint64_t mask, int h) { return mask >> (h * 32 + lane_id()) & 1; }
 
 /// What the expert side owes, by ticket, all sources in turn: a block waits for rows only when blocks that have started have taken all.
 class Sender {
  public:
-  __device__ Sender(const CombineArgs& a, const Offer* offers, const int32_t* begins, Call call) : a_(a), offers_(offers), begins_(begins), call_(call) {
+  __device__ Sender(const CombineArgs& a, const Offer* offers, const int32_t* begins, Call call)
+      : a_(a), offers_(offers), begins_(begins), call_(call) {
     if (!is_clerk()) return;
     const Common& c = a.common;
     for (int s = 0; s < c.team.num_ranks; ++s) most_ = s == c.team.rank ? most_ : max(most_, begins[s + 1] - begins[s]);
