@@ -85,6 +85,7 @@ enum class CombineWeights : uint8_t {
   none,    ///< plain sum over a token's rows
   source,  ///< the handle's topk_weights (expert_major and expert_slab)
   rows,    ///< `weights`: one per row of y
+  tokens,  ///< `weights`: those of this rank's tokens, given as late as here; with wire = rows (expert_major and expert_slab)
 };
 
 /// Arguments of combine().
@@ -92,7 +93,7 @@ struct CombineArgs {
   TensorView y{};  ///< as the handle's rows: [N or more, H'], only N are read, or [Le, C, H']; fp16, bf16, fp32 or fp64, last stride 1
   const Handle* handle = nullptr;
   CombineWeights apply = CombineWeights::none;
-  TensorView weights{};       ///< with CombineWeights::rows: fp32 or bf16 [N] or [Le, C]
+  TensorView weights{};       ///< fp32 or bf16; CombineWeights::rows: [N] or [Le, C]; tokens: [T, K]
   TensorView side{};          ///< optional fp32, one scalar per row, carried back to [T, K]: [N] or [Le, C]; rank_major [N, K]; dense
   Wire wire = Wire::payload;  ///< rows: expert_major and expert_slab only
   TensorView out{};           ///< optional [T, H'] of y's dtype; no memory of y, weights or side
@@ -188,7 +189,6 @@ class TURNOUT_API Buffer {
   int num_local_experts() const;
   uint64_t num_fresh_results() const;  ///< dispatches with result = automatic that found no lease
   size_t num_bytes() const;            ///< symmetric memory of this rank, = required_bytes(config(), num_ranks())
-
   const std::shared_ptr<internal::BufferImpl>& impl() const { return impl_; }
 
  private:

@@ -22,7 +22,7 @@ constexpr const char* kQuantize[] = {"none", "fp8_e4m3", "fp8_e4m3_ue8m0", nullp
 constexpr const char* kResults[] = {"auto", "lease", "fresh", nullptr};
 constexpr const char* kReceive[] = {"deferred", "resident", nullptr};
 constexpr const char* kFailures[] = {"raise", "mask", nullptr};
-constexpr const char* kWeights[] = {"none", "source", "rows", nullptr};
+constexpr const char* kWeights[] = {"none", "source", "rows", "tokens", nullptr};
 constexpr const char* kWires[] = {"payload", "fp32", "fp8", "rows", nullptr};
 
 struct BufferHolder {

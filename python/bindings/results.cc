@@ -4,6 +4,8 @@
 
 #include "bindings/allocator.h"
 #include "bindings/handle.h"
+#include "engine/device_engine.h"
+#include "engine/routing.h"
 
 namespace turnout::python {
 
@@ -36,6 +38,13 @@ nb::object side_of(DispatchHolder& self) {
   return nb::tuple(arrays);
 }
 
+/// Where the received rows of each source begin, of a dispatch on a GPU; else nothing.
+nb::object recv_begin(DispatchHolder& self) {
+  const auto& routing = self.result().handle.routing();
+  if (!routing || !routing->device) return nb::none();
+  return self.new_array(TensorView::dense(routing->device->recv_begin(), DType::i32, {routing->experts->num_ranks() + 1}, self.result().x.device));
+}
+
 template <class Holder, class Pending>
 auto wait(PendingHolder<Pending>& self) {
   const auto pending = self.pending.get();
@@ -47,7 +56,11 @@ auto wait(PendingHolder<Pending>& self) {
   };
   auto result = receive();
   self.inputs.reset();
-  return Holder(std::move(result), std::move(self.context));
+  // The call that is over keeps the Buffer's memory, and so needs its allocator, for as long as it is there.
+  const std::shared_ptr<Allocator> allocator = self.context.allocator;
+  Holder holder(std::move(result), std::move(self.context));
+  self.context.allocator = allocator;
+  return holder;
 }
 
 template <class Class>
@@ -91,6 +104,7 @@ how many are real. The memory lives as long as this object or any of its arrays.
       .def_prop_ro(
           "handle", [](Holder& h) { return HandleHolder(h.result().handle); }, nb::sig("def handle(self) -> Handle"),
           "The routing, for combine() and cached dispatches.")
+      .def_prop_ro("_recv_begin", &recv_begin)
       .def_prop_ro(
           "is_lease", [](Holder& h) { return h.result().is_lease; }, "Whether x lies in the receive region.")
       .def("__repr__", [](Holder& h) {

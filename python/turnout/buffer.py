@@ -215,9 +215,10 @@ class Buffer(_core.Buffer):
         y: rows in the handle's layout: [N or more, H'] or [Le, C, H'], fp16, bf16, fp32 or fp64, elements of a row adjacent.
         Only N rows are read.
         handle: of the dispatch, result.handle.
-        apply: which weights, in fp32, where the sum is made: 'none', 'source' (those of the dispatch; expert_major and expert_slab) or
-        'rows' (`weights`, one per row). None: 'rows' if weights are given, else 'none'. weights='source' is apply='source'.
-        weights: fp32 or bf16, [N] or [Le, C].
+        apply: which weights, in fp32, where the sum is made: 'none', 'source' (those of the dispatch; expert_major and expert_slab),
+        'rows' (`weights`, one per row) or 'tokens' (`weights` of this rank's tokens, which the dispatch need not have known; wire='rows').
+        None: 'rows' if weights are given, else 'none'. weights='source' is apply='source'.
+        weights: fp32 or bf16, [N] or [Le, C]; with apply='tokens' [T, K].
         side: fp32, one number per row carried back to [T, K]: [N], [Le, C]; rank_major [N, K].
         wire: form of partial sums between ranks: 'payload' (y's dtype), 'fp32', 'fp8', 'rows' (every expert's row; the same bits for any
         number of ranks; expert_major and expert_slab).

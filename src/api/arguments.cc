@@ -272,6 +272,27 @@ void check_routing_args(const engine::Context& context, const DispatchArgs& args
   }
 }
 
+/// `need`: rows of y.
+void check_combine_weights(const engine::Context& context, const CombineArgs& args, const internal::Routing& r, int64_t need) {
+  const bool late = args.apply == CombineWeights::tokens;
+  if ((late || args.apply == CombineWeights::rows) != args.weights.defined()) {
+    refuse(args.weights.defined() ? "combine: weights are given but not applied; set apply=rows, or apply=tokens for one per token and k"
+                                  : "combine: apply=" + std::string(late ? "tokens" : "rows") + ", but weights are missing");
+  }
+  if (!args.weights.defined()) return;
+  if (late) {
+    if (args.wire != Wire::rows) {
+      refuse("combine: apply=tokens with wire=" + std::string(name(args.wire)) +
+             ", but the weights of a token are known on its rank alone: wire=rows brings the rows there");
+    }
+    check_numbers("combine: weights", args.weights, {DType::fp32, DType::bf16}, r.num_tokens, r.num_topk);
+    if (r.num_tokens > 0) check_alive(context, "combine: weights", args.weights);
+    return;
+  }
+  check_numbers("combine: weights", args.weights, {DType::fp32, DType::bf16}, need, 0, r.layout == Layout::expert_slab ? &r : nullptr);
+  if (need > 0) check_alive(context, "combine: weights", args.weights);
+}
+
 }  // namespace
 
 /// Columns of one matrix beside each other are apart, too.
@@ -374,7 +395,7 @@ void check_dispatch(const engine::Context& context, const DispatchArgs& args) {
 void check_combine(const engine::Context& context, const CombineArgs& args) {
   const BufferConfig& config = context.config;
   check_common("combine", config, args);
-  check_enum("combine: apply", args.apply, CombineWeights::rows);
+  check_enum("combine: apply", args.apply, CombineWeights::tokens);
   check_enum("combine: wire", args.wire, Wire::rows);
   check_device(config, "combine: y", args.y);
   check_device(config, "combine: weights", args.weights);
@@ -405,13 +426,7 @@ void check_combine(const engine::Context& context, const CombineArgs& args) {
       refuse("combine: weights=source needs one row per expert, but the handle's layout is rank_major; weight the rows or use another layout");
     }
   }
-  if ((args.apply == CombineWeights::rows) != args.weights.defined()) {
-    refuse(args.weights.defined() ? "combine: weights are given but not applied; set apply=rows" : "combine: apply=rows, but weights are missing");
-  }
-  if (args.weights.defined()) {
-    check_numbers("combine: weights", args.weights, {DType::fp32, DType::bf16}, need, 0, slab ? &r : nullptr);
-    if (need > 0) check_alive(context, "combine: weights", args.weights);
-  }
+  check_combine_weights(context, args, r, need);
   if (args.side.defined()) {
     if (need > 0) check_alive(context, "combine: side", args.side);
     if (r.layout == Layout::rank_major) check_numbers("combine: side", args.side, {DType::fp32}, r.num_recv(), r.num_topk);

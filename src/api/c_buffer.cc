@@ -110,7 +110,7 @@ CombineArgs to_args(const turnout_combine_args& c) {
   CombineArgs args;
   args.y = to_view(c.y, "combine: y");
   if (c.handle) args.handle = &c.handle->handle;
-  args.apply = to_enum(c.apply, CombineWeights::rows, "combine: apply");
+  args.apply = to_enum(c.apply, CombineWeights::tokens, "combine: apply");
   args.weights = to_view(c.weights, "combine: weights");
   args.side = to_view(c.side, "combine: side");
   args.wire = to_enum(c.wire, Wire::rows, "combine: wire");

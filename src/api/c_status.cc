@@ -23,7 +23,8 @@ static_assert(same(TURNOUT_WIRE_FP32, Wire::fp32) && same(TURNOUT_WIRE_FP8, Wire
 static_assert(same(TURNOUT_QUANTIZE_FP8_E4M3, Quantize::fp8_e4m3) && same(TURNOUT_QUANTIZE_FP8_E4M3_UE8M0, Quantize::fp8_e4m3_ue8m0));
 static_assert(same(TURNOUT_RESULT_LEASE, ResultKind::lease) && same(TURNOUT_RESULT_FRESH, ResultKind::fresh));
 static_assert(same(TURNOUT_RESIDENT, Receive::resident) && same(TURNOUT_MASK, OnFailure::mask) && same(TURNOUT_CUDA, DeviceKind::cuda));
-static_assert(same(TURNOUT_WEIGHTS_SOURCE, CombineWeights::source) && same(TURNOUT_WEIGHTS_ROWS, CombineWeights::rows));
+static_assert(same(TURNOUT_WEIGHTS_SOURCE, CombineWeights::source) && same(TURNOUT_WEIGHTS_ROWS, CombineWeights::rows) &&
+              same(TURNOUT_WEIGHTS_TOKENS, CombineWeights::tokens));
 
 namespace {
 

@@ -81,7 +81,7 @@ std::vector<DispatchOutput> reference_dispatch(const DispatchProblem& problem);
 /// What one rank gives to a combine: arrays over the S rows of its DispatchOutput.
 struct CombineInput {
   Bytes y;                     ///< [S, hidden]; rows without an origin are never read
-  std::vector<float> weights;  ///< CombineWeights::rows: [S]
+  std::vector<float> weights;  ///< CombineWeights::rows: [S]; tokens: [T, K]
   std::vector<float> side;     ///< with_side: rank_major [S, K], else [S]
 };
 
@@ -105,7 +105,7 @@ struct CombineOutput {
 
 /// Sums follow core/sum_tree.h.
 /// Throws: InvalidArgument (a dtype that cannot be added; wire rows or source weights with rank_major; source weights where none
-/// were dispatched; sizes that disagree).
+/// were dispatched; weights of tokens with another wire than rows; sizes that disagree).
 std::vector<CombineOutput> reference_combine(const CombineProblem& problem);
 
 }  // namespace turnout::core

@@ -24,11 +24,14 @@ void check(const CombineProblem& p) {
   require(d.layout != Layout::rank_major || ((p.wire != Wire::rows || mutated(Mutation::sums_cross_as_rows)) && p.apply != CombineWeights::source),
           "rank_major rows are sums of experts already: no wire rows, no source weights");
   require(p.apply != CombineWeights::source || d.has_weights, "source weights were not dispatched");
+  require(p.apply != CombineWeights::tokens || p.wire == Wire::rows,
+          "weights of tokens are known where rows are added, and only wire rows brings them there");
   for (size_t r = 0; r < p.ranks.size(); ++r) {
     const auto rows = static_cast<size_t>((*p.received)[r].array_rows);
     const size_t side = p.with_side ? rows * static_cast<size_t>(d.layout == Layout::rank_major ? d.num_topk : 1) : 0;
     require(p.ranks[r].y.size() == rows * static_cast<size_t>(p.hidden) * size_of(p.dtype), "y of rank " + std::to_string(r) + " has another size");
-    require(p.ranks[r].weights.size() == (p.apply == CombineWeights::rows ? rows : 0), "weights of rank " + std::to_string(r) + " have another size");
+    const size_t weights = p.apply == CombineWeights::rows ? rows : p.apply == CombineWeights::tokens ? d.ranks[r].topk_idx.size() : 0;
+    require(p.ranks[r].weights.size() == weights, "weights of rank " + std::to_string(r) + " have another size");
     require(p.ranks[r].side.size() == side, "side of rank " + std::to_string(r) + " has another size");
   }
 }
@@ -96,8 +99,10 @@ Row<T> sum_of(const CombineProblem& p, int source, int64_t token, std::span<SumT
     if (p.apply == CombineWeights::none || mutated(Mutation::weights_are_ignored)) {
       rank.add(row);
     } else {
-      const float weight = p.apply == CombineWeights::rows ? at.weights[static_cast<size_t>(term.row)]
-                                                           : in.topk_weights[static_cast<size_t>(token * p.dispatch->num_topk + term.k)];
+      const auto own = static_cast<size_t>(token * p.dispatch->num_topk + term.k);
+      const float weight = p.apply == CombineWeights::rows     ? at.weights[static_cast<size_t>(term.row)]
+                           : p.apply == CombineWeights::tokens ? p.ranks[static_cast<size_t>(source)].weights[own]
+                                                               : in.topk_weights[own];
       rank.add(mutated(Mutation::partial_is_rounded_before_weights) ? rounded(form, row) : row, static_cast<T>(weight));
     }
     if (term.ends_rank) {

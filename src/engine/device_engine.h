@@ -19,6 +19,8 @@ namespace turnout::engine {
 class DeviceRouting {
  public:
   virtual ~DeviceRouting() = default;
+  /// [R + 1], on the device: where the received rows of each source begin.
+  virtual int32_t* recv_begin() const = 0;
 };
 
 /// Addresses of a result's arrays; `memory` keeps them.

@@ -122,6 +122,24 @@ TEST(BadInput, WeightsOfCombine) {
                            a.weights = dense(w, DType::fp16, {64});
                          },
                          {"weights is", "fp16", "fp32 or bf16"});
+  const auto late = [](CombineArgs& a, const DispatchResult&) {
+    a.apply = CombineWeights::tokens;
+    a.wire = Wire::rows;
+  };
+  expect_combine_refused(Layout::expert_slab, late, {"apply=tokens", "weights are missing"});
+  expect_combine_refused(Layout::expert_slab,
+                         [late](CombineArgs& a, const DispatchResult& r) {
+                           late(a, r);
+                           a.weights = dense(w, DType::fp32, {3, 2});
+                           a.wire = Wire::fp32;
+                         },
+                         {"apply=tokens", "wire=fp32", "wire=rows"});
+  expect_combine_refused(Layout::expert_slab,
+                         [late](CombineArgs& a, const DispatchResult& r) {
+                           late(a, r);
+                           a.weights = dense(w, DType::fp32, {3, 1});
+                         },
+                         {"weights is fp32[3, 1]", "[3, 2]"});
   expect_combine_refused(Layout::rank_major, [](CombineArgs& a, const DispatchResult&) { a.apply = CombineWeights::source; },
                          {"weights=source", "rank_major"});
   expect_combine_refused(Layout::rank_major, [](CombineArgs& a, const DispatchResult&) { a.wire = Wire::rows; }, {"wire=rows", "rank_major"});

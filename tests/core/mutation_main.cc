@@ -50,6 +50,7 @@ constexpr Proof kProofs[] = {
     {"ReferenceCombine.Fp8WireHasAScalePerBlock", Mutation::wire_is_payload},
     {"ReferenceCombine.SourceWeightsAreAppliedBeforeAnyRounding", Mutation::partial_is_rounded_before_weights},
     {"ReferenceCombine.RowWeightsComeWithTheRows", Mutation::weights_are_ignored},
+    {"ReferenceCombine.TokenWeightsAreThoseOfTheSource", Mutation::weights_are_ignored},
     {"ReferenceCombine.Float64IsAddedInFloat64", Mutation::double_sums_in_float},
     {"ReferenceCombine.NaNIsCanonical", Mutation::nan_has_a_sign},
     {"ReferenceCombine.SideScalarsGoBackToTheirChoice", Mutation::side_to_first_k},

@@ -173,6 +173,14 @@ TEST(ReferenceCombine, RowWeightsComeWithTheRows) {
   EXPECT_EQ(rank_major.sum(), 31.0f);
 }
 
+TEST(ReferenceCombine, TokenWeightsAreThoseOfTheSource) {
+  OneToken token({{1, 10}, {100}}, {0, 0});
+  token.combine.apply = CombineWeights::tokens;
+  token.combine.wire = Wire::rows;
+  token.combine.ranks[0].weights = {2, 3, 4};
+  EXPECT_EQ(token.sum(), 432.0f);
+}
+
 TEST(ReferenceCombine, Float64IsAddedInFloat64) {
   OneToken token({{kBig, 1}, {-kBig}}, {0, 1});
   token.widen();
@@ -255,6 +263,10 @@ TEST(ReferenceCombine, RefusesWhatHasNoMeaning) {
   rank_major.combine.wire = Wire::payload;
   rank_major.combine.apply = CombineWeights::source;
   EXPECT_THROW(rank_major.sum(), InvalidArgument);
+  OneToken late({{1}}, {0});
+  late.combine.apply = CombineWeights::tokens;
+  late.combine.ranks[0].weights = {1};
+  EXPECT_THROW(late.sum(), InvalidArgument);
   OneToken bytes({{1}}, {0});
   bytes.combine.dtype = DType::i32;
   EXPECT_THROW(bytes.sum(), InvalidArgument);

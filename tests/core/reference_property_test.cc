@@ -229,6 +229,7 @@ TEST(ReferenceProperty, CombineIsNearTheSumInDouble) {
               if (o.source != static_cast<int>(s)) continue;
               double weight = 1, most = 0;
               if (c.apply == CombineWeights::rows) weight = c.ranks[r].weights[row];
+              if (c.apply == CombineWeights::tokens) weight = c.ranks[s].weights[static_cast<size_t>(o.token * p.dispatch.num_topk + o.k)];
               if (c.apply == CombineWeights::source)
                 weight = p.dispatch.ranks[s].topk_weights[static_cast<size_t>(o.token * p.dispatch.num_topk + o.k)];
               for (int64_t i = 0; i < p.hidden; ++i) {

@@ -120,6 +120,21 @@ TEST_P(CudaContract, EqualsTheOracleByBulkCopies) {
   });
 }
 
+TEST_P(CudaContract, EqualsTheOracleWhereEveryRowCrosses) {
+  RandomLimits l = limits();
+  l.max_tokens = 60;
+  l.max_hidden = 2500;
+  l.max_topk = 20;
+  l.max_experts = 40;
+  l.layouts = {Layout::expert_major, Layout::expert_slab};
+  l.wires = {Wire::rows};
+  check(800, 816, l, [](uint64_t seed, RunChoices& r) {
+    r.async = seed % 4 == 0;
+    r.repeats = 3;
+    if (seed % 2) r.receive_bytes = size_t{512} << 20;  // records of calls with a capacity have a place for good
+  });
+}
+
 TEST_P(CudaContract, EqualsTheOracleWhereRowsAreQuantised) {
   RandomLimits l = limits();
   l.max_tokens = 150;

@@ -183,6 +183,8 @@ inline CombineArgs combine_args(const RandomProblem& p, const core::CombineProbl
   args.apply = p.apply;
   args.wire = p.wire;
   if (p.apply == CombineWeights::rows) args.weights = TensorView::dense(in.weights.data(), DType::fp32, {rows});
+  if (p.apply == CombineWeights::tokens)
+    args.weights = TensorView::dense(in.weights.data(), DType::fp32, {p.dispatch.ranks[at].num_tokens, p.dispatch.num_topk});
   if (p.with_side) {
     args.side = p.dispatch.layout == Layout::rank_major ? TensorView::dense(in.side.data(), DType::fp32, {rows, p.dispatch.num_topk})
                                                         : TensorView::dense(in.side.data(), DType::fp32, {rows});

@@ -67,6 +67,18 @@ TEST_P(EngineContract, EqualsTheOracleBeyondTheReceiveRegionAndStaging) {
   }
 }
 
+TEST_P(EngineContract, EqualsTheOracleWhereEveryRowCrosses) {
+  RandomLimits l = limits();
+  l.layouts = {Layout::expert_major, Layout::expert_slab};
+  l.wires = {Wire::rows};
+  for (uint64_t seed = 350; seed < 358; ++seed) {
+    RunChoices r = run(seed);
+    r.repeats = 2;
+    expect_matches_reference(seed, l, r);
+    if (HasFailure()) return;
+  }
+}
+
 TEST_P(EngineContract, EqualsTheOracleWhenIssuedAndWaitedFor) {
   for (uint64_t seed = 400; seed < 408; ++seed) {
     RunChoices r = run(seed);

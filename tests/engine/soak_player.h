@@ -207,7 +207,11 @@ class Player {
       count("combine out=");
     }
     count("combine " + std::string(name(p.dispatch.layout)) + " " + std::string(name(args.mode)) + " wire " + std::string(name(p.wire)));
-    if (p.apply != CombineWeights::none) count(p.apply == CombineWeights::source ? "combine weights of the source" : "combine weights of rows");
+    if (p.apply != CombineWeights::none) {
+      count(p.apply == CombineWeights::source   ? "combine weights of the source"
+            : p.apply == CombineWeights::tokens ? "combine weights of tokens"
+                                                : "combine weights of rows");
+    }
     if (p.with_side) count("combine side=");
     if (shared_.chance(0.5)) {
       count("combine_async");

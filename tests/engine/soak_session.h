@@ -97,6 +97,7 @@ inline RandomProblem with_combine_of(RandomProblem p, const RandomProblem& q) {
   p.with_side = q.with_side;
   p.wire = q.wire == Wire::rows && by_rank ? Wire::fp32 : q.wire;
   p.apply = q.apply == CombineWeights::source && (by_rank || !p.dispatch.has_weights) ? CombineWeights::none : q.apply;
+  if (p.apply == CombineWeights::tokens && p.wire != Wire::rows) p.apply = CombineWeights::none;
   return p;
 }
 

@@ -1,6 +1,7 @@
 """dispatch() and combine() of NumPy arrays over virtual ranks, against plain NumPy."""
 
 import gc
+import weakref
 
 import ml_dtypes
 import numpy as np
@@ -224,3 +225,54 @@ def test_an_allocator_of_pythons():
     assert arena.blocks and np.array_equal(rows[0], x[(idx >= 0).any(1).argmax()])
     del rows
     assert arena.freed >= 1 and not arena.blocks
+
+
+def test_a_call_that_is_over_keeps_the_allocator():
+    """The object that was waited for keeps the memory of its Buffer, whose last part may go back through the allocator."""
+
+    class Heap:
+        def __init__(self):
+            self.blocks = {}
+
+        def allocate(self, num_bytes, stream):
+            block = np.empty(num_bytes + 64, np.uint8)
+            address = (block.ctypes.data + 63) // 64 * 64
+            self.blocks[address] = block
+            return address
+
+        def deallocate(self, address, num_bytes):
+            del self.blocks[address]
+
+    heap = Heap()
+    alive = weakref.ref(heap)
+    buffer = one_rank(allocator=heap)
+    x, idx, _ = problem(0, 16)
+    pending = buffer.dispatch_async(x, idx)
+    assert pending.wait().x.shape[1] == HIDDEN
+    del buffer, heap
+    gc.collect()
+    assert alive() is not None
+    del pending
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize("layout", ["expert_major", "expert_slab"])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_weights_of_tokens_are_given_to_combine(layout, dtype):
+    """Where every row crosses, weights may be as late as that."""
+
+    def body(buffer, rank):
+        x, idx, weights = problem(rank)
+        capacity = 64 if layout == "expert_slab" else None
+        got = buffer.dispatch(x, idx, layout=layout, capacity=capacity)
+        late = weights.astype(dtype)
+        out = buffer.combine(got.x, got.handle, apply="tokens", weights=late, wire="rows").x
+        wanted = np.zeros_like(x)
+        for k in range(idx.shape[1]):
+            wanted += np.where(idx[:, k, None] >= 0, x * late[:, k, None].astype(np.float32), 0)
+        assert np.array_equal(out, wanted)
+        with pytest.raises(turnout.InvalidArgument, match="apply=tokens with wire=payload"):
+            buffer.combine(got.x, got.handle, apply="tokens", weights=late)
+
+    on_ranks(2, body)

@@ -220,6 +220,7 @@ inline RandomProblem random_problem(uint64_t seed, const RandomLimits& limits) {
   if (p.wire == Wire::rows && by_rank) p.wire = Wire::payload;
   p.with_side = random.chance(0.4);
   if (limits.aligned && random.chance(0.6)) p.wire = Wire::payload, p.with_side = false;
+  if (p.wire == Wire::rows && random.chance(0.4)) p.apply = CombineWeights::tokens;
   p.specials = limits.specials;
   return p;
 }
@@ -237,9 +238,11 @@ inline core::CombineProblem random_combine(const RandomProblem& p, const std::ve
   c.wire = p.wire;
   c.with_side = p.with_side;
   for (const core::DispatchOutput& out : received) {
+    const size_t rank = c.ranks.size();
     core::CombineInput& in = c.ranks.emplace_back();
     in.y = random_rows(random, p.dtype, out.array_rows * p.hidden, p.specials);
     if (p.apply == CombineWeights::rows) in.weights = random_floats(random, out.array_rows);
+    if (p.apply == CombineWeights::tokens) in.weights = random_floats(random, static_cast<int64_t>(p.dispatch.ranks[rank].topk_idx.size()));
     if (p.with_side) in.side = random_floats(random, out.array_rows * (p.dispatch.layout == Layout::rank_major ? p.dispatch.num_topk : 1));
   }
   return c;

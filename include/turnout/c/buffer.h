@@ -131,7 +131,7 @@ typedef struct turnout_combine_args {
   size_t struct_size;
   turnout_tensor y;             /* as the handle's rows: [N or more, H], only N are read, or [Le, C, H]; fp16, bf16, fp32 or fp64, last stride 1 */
   const turnout_handle* handle; /* of a dispatch of this buffer */
-  turnout_tensor weights;       /* TURNOUT_WEIGHTS_ROWS: fp32 or bf16 [N] or [Le, C] */
+  turnout_tensor weights;       /* fp32 or bf16; TURNOUT_WEIGHTS_ROWS: [N] or [Le, C]; TURNOUT_WEIGHTS_TOKENS: [T, K] */
   turnout_tensor side;          /* optional fp32, carried back to [T, K]: [N] or [Le, C]; rank_major [N, K] */
   turnout_tensor out;           /* optional [T, H] of y's dtype */
   int32_t apply;                /* turnout_combine_weights */

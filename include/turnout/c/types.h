@@ -96,7 +96,8 @@ typedef enum turnout_on_failure { TURNOUT_RAISE = 0, TURNOUT_MASK = 1 } turnout_
 typedef enum turnout_combine_weights {
   TURNOUT_WEIGHTS_NONE = 0,   /* plain sum over a token's rows */
   TURNOUT_WEIGHTS_SOURCE = 1, /* the topk_weights of the dispatch (expert_major and expert_slab) */
-  TURNOUT_WEIGHTS_ROWS = 2    /* `weights`: one per row of y */
+  TURNOUT_WEIGHTS_ROWS = 2,   /* `weights`: one per row of y */
+  TURNOUT_WEIGHTS_TOKENS = 3  /* `weights`: those of this rank's tokens; with wire rows (expert_major and expert_slab) */
 } turnout_combine_weights;
 
 typedef enum turnout_device_kind { TURNOUT_CPU = 0, TURNOUT_CUDA = 1 } turnout_device_kind;

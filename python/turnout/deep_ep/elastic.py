@@ -191,7 +191,7 @@ class ElasticBuffer:
         else:
             got = dispatch_call(
                 self._engines, rows, sf, ids, weights, num_experts=experts, max_tokens=most, alignment=alignment,
-                num_sms=num_sms or self.get_theoretical_num_sms(experts, ids.shape[1]), expand=do_expand, exact=do_cpu_sync is not False,
+                num_sms=num_sms or self.get_theoretical_num_sms(experts, ids.shape[1]), expand=do_expand, multiple=self.allow_multiple_reduction, exact=do_cpu_sync is not False,
                 zero_padding=do_zero_padding, column_major=use_tma_aligned_col_major_sf,
             )  # fmt: skip
             if do_handle_copy:

@@ -5,7 +5,6 @@ The origin of a row travels with it, and so do the weights of its token where al
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +14,13 @@ from torch import Tensor
 
 from .engine import Engines
 from .handle import EPHandle, Expanded, expanded_rows, source_metadata
-from .normal import row_bytes, side_bytes, sms, sum_wide
-from .routing import align, first_experts, tail
+from .normal import ends_of_sources, row_bytes, side_bytes, sms, sources_of, sum_wide
+from .routing import align, first_experts, numbers, slots, tail
 
 __all__ = ["Received", "combine_call", "dispatch_again", "dispatch_call"]
+
+
+_WORDS = 4  # of four bytes in one of 16
 
 
 @dataclass
@@ -32,17 +34,17 @@ class Received:
 
 def dispatch_call(
     engines: Engines, rows: Tensor, sf: Tensor | None, ids: Tensor, weights: Tensor | None, *, num_experts: int, max_tokens: int, alignment: int,
-    num_sms: int, expand: bool, exact: bool, zero_padding: bool, column_major: bool,
+    num_sms: int, expand: bool, multiple: bool, exact: bool, zero_padding: bool, column_major: bool,
 ) -> Received:  # fmt: skip
     topk, device = ids.shape[1], rows.device
     rank, num_ranks = engines.communicator.rank, engines.communicator.num_ranks
     num_local = -(-num_experts // num_ranks)  # the most of any rank: all of them give the same capacity
     origins = num_ranks * max_tokens
     most = align(origins * min(topk, num_local) + (alignment - 1) * num_local, alignment) if expand else origins
-    numbers = _numbers(rank * max_tokens, len(rows), device)
+    origin_of = numbers(rank * max_tokens, max_tokens, _WORDS if rows.is_cuda else 1, device)[: len(rows)]
     # Along with a row: what its token chose, if the row must find itself in there; else the weights, which DeepEP leaves as they are.
     extra = (ids.to(torch.int32),) if expand else () if weights is None else (weights.to(torch.float32),)
-    side = (numbers, *extra, *(() if sf is None else (sf,)))
+    side = (origin_of, *map(_whole_words, extra), *(() if sf is None else (sf,)))
 
     def issue(engine: Any) -> Any:
         return engine.dispatch(
@@ -52,7 +54,7 @@ def dispatch_call(
 
     engine, result = engines.dispatch(
         issue, kind="elastic", num_experts=num_experts, tokens=max_tokens, row_bytes=row_bytes(rows, topk), topk=topk,
-        side_bytes=4 + 8 * topk + side_bytes(sf), device=device,
+        side_bytes=4 * _WORDS + 8 * align(topk, _WORDS) + side_bytes(sf), device=device, rows_come_back=2 if expand and not multiple else 0,
     )  # fmt: skip
     # Copies of what is small: an array of a result keeps all of its memory, rows included.
     x, counts, origin = result.x.contiguous(), result.expert_counts.clone(), result.side[0][:, 0].clone()
@@ -65,10 +67,11 @@ def dispatch_call(
         local = result.topk_idx.clone()
         if not exact:
             local.masked_fill_(tail(most, result.num_rows, device), -1)
-        late = _late_of_tokens(result, counts, origin, local, max_tokens, alignment)
+        late = _late_of_tokens(result, counts, origin, local, max_tokens, alignment, num_ranks)
         got_idx = local.to(ids.dtype, copy=True)
         if weights is not None:
-            got_weights = result.side[1].clone()
+            got_weights = result.side[1][:, :topk].clone()
+    late["dst_buffer_slot_idx"] = lambda made: slots(made.topk_idx, num_experts, num_ranks, rank * max_tokens)
     handle = EPHandle(
         engine, result.handle, expand, late, do_expand=expand, num_experts=num_experts, expert_alignment=alignment, num_max_tokens_per_rank=max_tokens,
         num_sms=num_sms, topk_idx=ids, num_expanded_tokens=len(x) if expand else 0, num_unaligned_recv_tokens_per_expert=counts,
@@ -88,7 +91,7 @@ Late = dict[str, Callable[[EPHandle], Any]]
 def _late_of_expanded(
     result: Any, rows: int, counts: Tensor, origin: Tensor, first_expert: int, origins: int, max_tokens: int, topk: int, exact: bool
 ) -> Late:
-    offsets, chosen = result.expert_offsets.clone(), result.side[1].clone()
+    offsets, chosen = result.expert_offsets.clone(), result.side[1][:, :topk].clone()
     return {
         "_expanded": lambda handle: expanded_rows(rows, counts, offsets, origin, chosen, first_expert, origins),
         "_tokens": lambda handle: source_metadata(handle._expanded, origins, max_tokens, topk, exact),
@@ -99,13 +102,15 @@ def _late_of_expanded(
     }
 
 
-def _late_of_tokens(result: Any, counts: Tensor, origin: Tensor, local_ids: Tensor, max_tokens: int, alignment: int) -> Late:
-    arrived = result.arrived.clone()
+def _late_of_tokens(
+    result: Any, counts: Tensor, origin: Tensor, local_ids: Tensor, max_tokens: int, alignment: int, num_ranks: int
+) -> Late:
+    sources = sources_of(result)
     return {
         "_recv_topk_idx": lambda handle: local_ids,
         "recv_src_metadata": lambda handle: _metadata(origin, local_ids, max_tokens),
         "num_recv_tokens": lambda handle: len(origin),
-        "psum_num_recv_tokens_per_scaleup_rank": lambda handle: arrived.cumsum(0).to(torch.int32),
+        "psum_num_recv_tokens_per_scaleup_rank": lambda handle: ends_of_sources(sources, num_ranks),
         "psum_num_recv_tokens_per_expert": lambda handle: ((counts + alignment - 1) // alignment * alignment).cumsum(0).to(torch.int32),
     }
 
@@ -133,21 +138,18 @@ def combine_call(
     wire = "payload" if multiple or not handle._is_expanded else "rows"
     out = torch.empty((routing.num_tokens, rows.shape[1]), dtype=rows.dtype, device=rows.device)
     if biases and rows.dtype in (torch.bfloat16, torch.float16):
-        sum_wide(engine, routing, rows, biases, number, out)
         combined = None
         if weights is not None:
             combined = engine.combine(rows[:, :1], routing, side=weights, num_sms=number).side.contiguous()
+        if handle._is_expanded and multiple:
+            # What is added here already is rounded before it crosses, with a bias as without.
+            rows, _ = _spread(handle._expanded, handle.recv_src_metadata, _fold(handle.recv_src_metadata, rows), None)
+        sum_wide(engine, routing, rows, biases, number, out, wire)
         return out, combined
     got = engine.combine(rows, routing, side=weights, wire=wire, out=out, num_sms=number)
     for each in biases:
         out += each
     return out, None if weights is None else got.side.contiguous()
-
-
-@functools.lru_cache(maxsize=32)
-def _numbers(first: int, tokens: int, device: torch.device) -> Tensor:
-    """int32 [T, 1]: the numbers of this rank's tokens among those of all ranks."""
-    return torch.arange(first, first + tokens, dtype=torch.int32, device=device).unsqueeze(1)
 
 
 def _metadata(origin: Tensor, local_ids: Tensor, max_tokens: int) -> Tensor:
@@ -158,6 +160,20 @@ def _metadata(origin: Tensor, local_ids: Tensor, max_tokens: int) -> Tensor:
     if topk:
         made[:, 1] = origin // max_tokens * topk + (local_ids >= 0).to(torch.int8).argmax(1)
     return made
+
+
+def _whole_words(side: Tensor) -> Tensor:
+    """On a GPU, columns that make words of 16 bytes: such arrays travel with the rows, others need a kernel that is slower."""
+    return torch.nn.functional.pad(side, (0, -side.shape[1] % _WORDS)) if side.is_cuda and side.shape[1] % _WORDS else side
+
+
+def _fold(metadata: Tensor, rows: Tensor) -> Tensor:
+    """The sum of each token's expanded rows, in fp32 and in the order of k."""
+    places = metadata[:, 2:].to(torch.int64)
+    total = torch.zeros((len(places), rows.shape[1]), dtype=torch.float32, device=rows.device)
+    for place in places.t():
+        total += torch.where((place >= 0)[:, None], rows[place.clamp(min=0)], 0)
+    return total.to(rows.dtype)
 
 
 def _spread(expanded: Expanded, metadata: Tensor, rows: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -18,6 +18,7 @@ import turnout
 import turnout.torch
 
 from ..errors import Error, InvalidArgument
+from .routing import align
 
 __all__ = ["Engines", "communicator_of", "size_of"]
 
@@ -70,11 +71,13 @@ class Engines:
         return sum(engine.num_bytes for engine in self._engines.values())
 
     def dispatch(
-        self, issue: Callable[[Any], T], *, num_experts: int, tokens: int, row_bytes: int, topk: int, side_bytes: int, device: torch.device, kind: str = ""
+        self, issue: Callable[[Any], T], *, num_experts: int, tokens: int, row_bytes: int, topk: int, side_bytes: int, device: torch.device, kind: str = "",
+        rows_come_back: int = 0,
     ) -> tuple[Any, T]:
         """A Buffer with room for what this call is on any rank, and issue(Buffer). Collective: issue makes one dispatch.
 
-        kind: calls of one kind share a Buffer if their num_experts are the same."""
+        kind: calls of one kind share a Buffer if their num_experts are the same. rows_come_back: combines for which there is room where every
+        expert's row comes back (wire="rows"): memory that only a GPU needs."""
         if self._closed:
             raise InvalidArgument(_GONE)
         needs = {"max_tokens_per_rank": max(1, tokens), "hidden": max(1, -(-row_bytes // 2)), "max_topk": max(1, topk), "max_side_bytes": side_bytes}
@@ -100,7 +103,10 @@ class Engines:
             needs = self._agree(needs)
         # Twice the tokens each time, so that growing is rare.
         needs["max_tokens_per_rank"] = 1 << (needs["max_tokens_per_rank"] - 1).bit_length()
-        engine = turnout.torch.Buffer(self.communicator, num_experts=num_experts, dtype="bf16", device=device, **needs, **self._options)
+        room = {}
+        if rows_come_back and device.type == "cuda":
+            room["receive_bytes"] = _receive_bytes(needs, self.communicator.num_ranks, rows_come_back)
+        engine = turnout.torch.Buffer(self.communicator, num_experts=num_experts, dtype="bf16", device=device, **needs, **room, **self._options)
         self._engines[key] = self._last[kind] = engine
         self._limits[key] = needs
         return engine, issue(engine)
@@ -145,6 +151,14 @@ class Engines:
             if answer["error"] is not None:
                 raise InvalidArgument(f"refused by rank {rank}: {answer['error']}")
         return {name: max(answer["needs"].get(name, 0) for answer in answers) for name in needs}
+
+
+def _receive_bytes(needs: dict[str, int], num_ranks: int, combines: int) -> int:
+    """What results take, and the rows of so many combines on their way back."""
+    tokens, row, topk = needs["max_tokens_per_rank"], align(2 * needs["hidden"], 128), needs["max_topk"]
+    copies = tokens * min(num_ranks, topk)
+    results = 3 * (copies * (row + row // 16 + needs["max_side_bytes"] + 12 * topk + 1024) + (1 << 20))
+    return results + combines * copies * (topk * (row + 8) + 256)
 
 
 def _fits(limits: dict[str, int], needs: dict[str, int]) -> bool:

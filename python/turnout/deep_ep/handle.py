@@ -29,8 +29,8 @@ class EPHandle:
     psum_num_recv_tokens_per_expert: Tensor  #: int32 [Le]: end of each expert's rows (expanded), else sums of rounded counts
     num_unaligned_recv_tokens_per_expert: Tensor  #: int32 [Le]
     recv_src_metadata: Tensor  #: int32 [N, K + 2]: source rank * M + token, source rank * K + its first k here, expanded row of each k or -1
-    dst_buffer_slot_idx: Tensor | None = None  #: DeepEP's own, as the three below
-    token_metadata_at_forward: Tensor | None = None
+    dst_buffer_slot_idx: Tensor  #: int32 [T, K]: this rank * M + place among its rows on the rank of the expert; -1: none, or not the first k there
+    token_metadata_at_forward: Tensor | None = None  #: DeepEP's own, as the two below
     channel_linked_list: Tensor | None = None
     cached_recv_src_metadata_before_sort: Tensor | None = None
 

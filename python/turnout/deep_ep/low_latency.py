@@ -1,13 +1,12 @@
 """The calls of few tokens: a place for every token that may come, [local experts, ranks * most tokens, hidden] (Turnout's expert_slab).
 
-Weights are known to combine alone, on the token's own rank. So a token is sent once for each of its experts, as DeepEP does, each time
-with that one expert: combine brings every expert's row back as it is, and the weighted sum is made here, in fp32 and in the order of k.
-Which of Turnout's modes the calls run in is left to it: on a GPU its mode of that name takes fewer tokens than these may become.
+Weights are known to combine alone, on the token's own rank. So combine brings every expert's row back as it is (wire="rows"), and the source
+adds them with its weights (apply="tokens"), in fp32 and in the order of k. Where a dispatch has weights, this one has the numbers of its tokens:
+bits that arrive beside the rows as they were sent, and that nobody adds.
 """
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,11 +17,12 @@ from torch import Tensor
 from ..errors import InvalidArgument
 from .checks import check_ids, check_number, check_rows, check_tensor, check_weights, describe
 from .events import EventOverlap, finished
-from .routing import first_experts, owners
+from .routing import first_experts, numbers, owners
 
 __all__ = ["LowLatencyCalls"]
 
 _KIND = "low_latency"  # of Buffer
+_COMBINES = 6  # twice as many as may be under way and starting: then their rows have a place for good, and no graph needs one of its own
 _BLOCK = 128
 _ROWS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -34,6 +34,8 @@ class Routing:
         self.engine = engine
         self.device = device
         self.handle: Any = None  # when the dispatch was received
+        self.ids: Tensor | None = None  # of the dispatch, as they were given: kept, so that no other tensor is where they are
+        self.ids_version: int | None = None
         self.combine_buffer: Tensor | None = None
 
 
@@ -43,7 +45,7 @@ class LowLatencyHandle(Sequence):
     def __init__(self, routing: Routing, max_tokens: int, hidden: int, num_experts: int) -> None:
         self.routing = routing
         self.sizes = max_tokens, hidden, num_experts
-        self.origin: Tensor | None = None  # (source rank, token) of every row, when they have come
+        self.origin: Tensor | None = None  # source rank * M + token of every row, when they have come
         self.counts: Tensor | None = None
         self.tensors: tuple[Tensor, Tensor] | None = None
 
@@ -60,7 +62,7 @@ class LowLatencyHandle(Sequence):
         if self.tensors is None:
             if self.origin is None or self.counts is None:
                 raise InvalidArgument("low_latency_dispatch: nothing was received for this handle yet: call the hook first")
-            self.tensors = _origins(self.origin, self.counts, self.routing.engine.num_ranks)
+            self.tensors = _origins(self.origin, self.counts, self.routing.engine.num_ranks, self.sizes[0])
             self.tensors[0]._turnout_routing = self.routing  # type: ignore[attr-defined]
         return self.tensors[place % 5]
 
@@ -91,7 +93,7 @@ class LowLatencyCalls:
         async_finish: bool = False,
         return_recv_hook: bool = False,
     ) -> tuple[Any, Tensor, Any, EventOverlap, Callable[[], None] | None]:
-        """Sends each token to each of its experts. M = num_max_dispatch_tokens_per_rank, the same on all ranks.
+        """Sends each token to its experts. M = num_max_dispatch_tokens_per_rank, the same on all ranks.
 
         x: [T, H] bf16 (fp16 and fp32, too), T <= M. topk_idx: [T, K], -1: none.
         use_fp8: rows arrive as float8_e4m3fn with fp32 scales of 128 elements, [Le, R * M, ceil(H / 128)], whose rows are adjacent;
@@ -121,42 +123,45 @@ class LowLatencyCalls:
         topk, device = ids.shape[1], rows.device
         capacity = self.group_size * num_max_dispatch_tokens_per_rank
         received = torch.empty((num_local, capacity, hidden), dtype=torch.float8_e4m3fn if use_fp8 else rows.dtype, device=device)
-        counts = torch.empty(num_local, dtype=torch.int32, device=device)
+        counts = torch.empty(num_local, dtype=torch.int32, device=device) if return_recv_hook else None
         scales = _empty_scales(num_local, capacity, hidden, use_ue8m0, device) if use_fp8 else None
         quantize = "none" if not use_fp8 else "fp8_e4m3_ue8m0" if round_scale else "fp8_e4m3"
-        every = rows.repeat_interleave(topk, 0) if topk != 1 else rows
-        each = self._unmasked(ids, num_experts).reshape(-1, 1)
-        origin = _origin(self.rank, tokens, topk, device)
+        sent_ids = self._unmasked(ids, num_experts)
+        first = self.rank * num_max_dispatch_tokens_per_rank
+        origin = numbers(first, num_max_dispatch_tokens_per_rank, topk, device)[:tokens].view(torch.float32)
 
         def issue(engine: Any) -> Any:
-            return engine.dispatch_async(
-                every, each, side=(origin,), layout="expert_slab", capacity=capacity, out=received, quantize=quantize
-            )
+            call = engine.dispatch_async if return_recv_hook else engine.dispatch
+            return call(rows, sent_ids, origin, layout="expert_slab", capacity=capacity, out=received, quantize=quantize)
 
-        engine, pending = self._engines.dispatch(
-            issue, kind=_KIND, num_experts=num_experts, tokens=num_max_dispatch_tokens_per_rank * max(1, topk),
-            row_bytes=hidden * max(2, rows.element_size()), topk=1, side_bytes=8, device=device,
+        start = time.perf_counter_ns()
+        engine, result = self._engines.dispatch(
+            issue, kind=_KIND, num_experts=num_experts, tokens=num_max_dispatch_tokens_per_rank,
+            row_bytes=hidden * max(2, rows.element_size()), topk=topk, side_bytes=0, device=device, rows_come_back=_COMBINES,
         )  # fmt: skip
         handle = LowLatencyHandle(Routing(engine, device), num_max_dispatch_tokens_per_rank, hidden, num_experts)
+        handle.routing.ids, handle.routing.ids_version = ids, _version(ids)
 
-        def receive() -> None:
-            start = time.perf_counter_ns()
-            result = pending.wait()
+        def receive(come: Any, since: int) -> None:
             if dispatch_wait_recv_cost_stats is not None:
-                dispatch_wait_recv_cost_stats.add_(time.perf_counter_ns() - start)
-            handle.routing.handle = result.handle
-            counts.copy_(result.expert_counts)
-            handle.origin, handle.counts = result.side[0].clone(), counts
+                dispatch_wait_recv_cost_stats.add_(time.perf_counter_ns() - since)
+            handle.routing.handle, handle.origin = come.handle, come.topk_weights
+            handle.counts = come.expert_counts if counts is None else counts.copy_(come.expert_counts)
             if scales is not None:
-                _fill_scales(scales, result.x_scales, use_ue8m0)
+                _fill_scales(scales, come.x_scales, use_ue8m0)
             if cumulative_local_expert_recv_stats is not None:
-                cumulative_local_expert_recv_stats.add_(counts)
+                cumulative_local_expert_recv_stats.add_(handle.counts)
+
+        def receive_later() -> None:
+            since = time.perf_counter_ns()
+            receive(result.wait(), since)
 
         if not return_recv_hook:
-            receive()
+            receive(result, start)
+            counts = handle.counts
         got = received if scales is None else (received, scales)
         event = finished(async_finish, (rows, received, scales, counts))
-        return got, counts, handle, event, _once(receive) if return_recv_hook else None
+        return got, counts, handle, event, _once(receive_later) if return_recv_hook else None
 
     def low_latency_combine(
         self,
@@ -190,8 +195,8 @@ class LowLatencyCalls:
             ids = check_tensor(call, "topk_idx", topk_idx, (torch.int64, torch.int32), (None, None), y)
             weights = check_weights(call, topk_weights, ids)
             tokens, topk = ids.shape
-            if tokens * topk != routing.handle.num_tokens:
-                raise InvalidArgument(f"{call}: topk_idx is {describe(ids)}, but the dispatch had {routing.handle.num_tokens} ids")
+            if routing.ids is None or ids.shape != routing.ids.shape:
+                raise InvalidArgument(f"{call}: topk_idx is {describe(ids)}, but that of the dispatch was {describe(routing.ids)}")
             if out is not None:
                 check_tensor(call, "out", out, (y.dtype,), (tokens, hidden), y)
             if async_finish and return_recv_hook:
@@ -202,20 +207,31 @@ class LowLatencyCalls:
             raise
         if combine_wait_recv_cost_stats is not None and y.is_cuda:
             raise NotImplementedError(f"{call}: combine_wait_recv_cost_stats on a GPU")
-        each = torch.empty((tokens * topk, hidden), dtype=y.dtype, device=y.device)
         total = torch.empty((tokens, hidden), dtype=y.dtype, device=y.device) if out is None else out
-        pending = routing.engine.combine_async(y.contiguous(), routing.handle, out=each)
+        combine = routing.engine.combine_async if return_recv_hook else routing.engine.combine
+        known = self._weights(routing, ids, weights, num_experts)
+        start = time.perf_counter_ns()
+        result = combine(y.contiguous(), routing.handle, apply="tokens", weights=known, wire="rows", out=total)
 
-        def receive() -> None:
-            start = time.perf_counter_ns()
-            pending.wait()
+        def note(since: int) -> None:
             if combine_wait_recv_cost_stats is not None:
-                combine_wait_recv_cost_stats.add_(time.perf_counter_ns() - start)
-            _weighted_sum(each.view(tokens, topk, hidden), self._unmasked(ids, num_experts), weights, total)
+                combine_wait_recv_cost_stats.add_(time.perf_counter_ns() - since)
+
+        def receive_later() -> None:
+            since = time.perf_counter_ns()
+            result.wait()
+            note(since)
 
         if not return_recv_hook:
-            receive()
-        return total, finished(async_finish, (y, total)), _once(receive) if return_recv_hook else None
+            note(start)
+        return total, finished(async_finish, (y, total)), _once(receive_later) if return_recv_hook else None
+
+    def _weights(self, routing: Routing, ids: Tensor, weights: Tensor, num_experts: int) -> Tensor:
+        """Of experts that are not among the ids of this combine, though the dispatch had sent to them: 0."""
+        same = routing.ids is not None and ids.data_ptr() == routing.ids.data_ptr() and _version(ids) == routing.ids_version
+        if same and not self._masked:
+            return weights
+        return weights.masked_fill(self._unmasked(ids, num_experts) < 0, 0)
 
     def get_next_low_latency_combine_buffer(self, handle: Any) -> Tensor:
         """Where the rows for low_latency_combine(zero_copy=True) go: [Le, R * M, H] bf16."""
@@ -265,13 +281,9 @@ class LowLatencyCalls:
         return torch.where(masked[owners(num_experts, self.group_size, ids.device)[ids.to(torch.int64)]], -1, ids)
 
 
-@functools.lru_cache(maxsize=32)
-def _origin(rank: int, tokens: int, topk: int, device: torch.device) -> Tensor:
-    """(rank, token) of every row that this rank sends, int32, which travels along."""
-    origin = torch.empty((tokens, topk, 2), dtype=torch.int32, device=device)
-    origin[..., 0] = rank
-    origin[..., 1] = torch.arange(tokens, dtype=torch.int32, device=device)[:, None]
-    return origin.view(-1, 2)
+def _version(ids: Tensor) -> int | None:
+    """Grows whenever torch writes into the tensor."""
+    return None if ids.is_inference() else ids._version
 
 
 def _routing(call: str, handle: Any) -> Routing:
@@ -322,22 +334,11 @@ def _fill_scales(scales: Tensor, arrived: Tensor, packed: bool) -> None:
         scales.copy_((exponents.to(torch.int32) << 23).view(torch.float32))
 
 
-def _origins(origin: Tensor, counts: Tensor, num_ranks: int) -> tuple[Tensor, Tensor]:
+def _origins(origin: Tensor, counts: Tensor, num_ranks: int, max_tokens: int) -> tuple[Tensor, Tensor]:
     """The token of every row; and for each expert and source rank its first row (high half) and number of rows (low half)."""
-    present = torch.arange(origin.shape[1], device=origin.device) < counts[:, None]
-    rank = torch.where(present, origin[..., 0].to(torch.int64), num_ranks)
+    number_of = origin.view(torch.int32)
+    present = torch.arange(number_of.shape[1], device=origin.device) < counts[:, None]
+    rank = torch.where(present, (number_of // max_tokens).to(torch.int64), num_ranks)
     number = torch.zeros((len(counts), num_ranks + 1), dtype=torch.int64, device=origin.device)
     number = number.scatter_add_(1, rank, torch.ones_like(rank))[:, :num_ranks]
-    return origin[..., 1].contiguous(), ((number.cumsum(1) - number) << 32) | number
-
-
-def _weighted_sum(rows: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> None:
-    """In fp32, products and sums rounded one by one, in the order of k."""
-    scaled = rows.to(torch.float32).mul_(weights.to(torch.float32).masked_fill(ids < 0, 0).unsqueeze(2))
-    if rows.shape[1] == 0:
-        out.zero_()
-        return
-    total = scaled[:, 0]
-    for k in range(1, rows.shape[1]):
-        total += scaled[:, k]
-    out.copy_(total)
+    return number_of % max_tokens, ((number.cumsum(1) - number) << 32) | number

@@ -11,25 +11,25 @@ from torch import Tensor
 from .engine import Engines
 from .routing import align, first_experts, ids_of_ranks, tail
 
-__all__ = ["Handle", "combine_rows", "dispatch_rows", "row_bytes", "side_bytes", "sms", "sum_wide"]
+__all__ = ["Handle", "combine_rows", "dispatch_rows", "ends_of_sources", "row_bytes", "side_bytes", "sms", "sources_of", "sum_wide"]
 
 
 class Handle:
     """The routing of a dispatch. In place 0 it has DeepEP's rank_prefix_matrix, of which the column of this rank is filled; in place 4 is_token_in_rank."""
 
-    def __init__(self, engine: Any, routing: Any, arrived: Tensor, num_experts: int) -> None:
+    def __init__(self, engine: Any, routing: Any, sources: Tensor, num_experts: int) -> None:
         self.engine, self.routing = engine, routing
         self.num_tokens: int = routing.num_tokens
         self.is_token_in_rank: Tensor | None = None
         firsts = first_experts(num_experts, engine.num_ranks)
         self.local_experts = range(firsts[engine.rank], firsts[engine.rank + 1])
-        self._arrived = arrived
+        self._sources = sources
 
     @property
     def rank_prefix_matrix(self) -> Tensor:
         num_ranks = self.engine.num_ranks
-        matrix = torch.zeros((num_ranks, num_ranks), dtype=torch.int32, device=self._arrived.device)
-        matrix[:, self.engine.rank] = self._arrived.cumsum(0)
+        matrix = torch.zeros((num_ranks, num_ranks), dtype=torch.int32, device=self._sources.device)
+        matrix[:, self.engine.rank] = ends_of_sources(self._sources, num_ranks)
         return matrix
 
     def __getitem__(self, place: int) -> Tensor | None:
@@ -86,9 +86,20 @@ def dispatch_rows(
             got_weights.masked_fill_(nothing, 0)
     else:
         counts = [align(count, alignment) for count in result.expert_counts.tolist()]
-    handle = Handle(engine, result.handle, result.arrived.clone(), num_experts)
+    handle = Handle(engine, result.handle, sources_of(result), num_experts)
     x = got if scales is None else (got, result.side[0].contiguous())
     return Received(x, got_idx, got_weights, counts, handle)
+
+
+def sources_of(result: Any) -> Tensor:
+    """How many rows came of each rank; of a result on a GPU, where those of each rank begin, and where the last end."""
+    begins = result._recv_begin
+    return result.arrived.clone() if begins is None else begins.clone()
+
+
+def ends_of_sources(sources: Tensor, num_ranks: int) -> Tensor:
+    """int32 [R]: how many rows came of the ranks up to each."""
+    return sources.cumsum(0, dtype=torch.int32) if len(sources) == num_ranks else sources[1:]
 
 
 def row_bytes(rows: Tensor, topk: int) -> int:
@@ -121,13 +132,15 @@ def combine_rows(
     return out, combined
 
 
-def sum_wide(engine: Any, routing: Any, rows: Tensor, biases: tuple[Tensor, ...], num_sms: int, out: Tensor) -> None:
+def sum_wide(
+    engine: Any, routing: Any, rows: Tensor, biases: tuple[Tensor, ...], num_sms: int, out: Tensor, wire: str = "payload"
+) -> None:
     """Sums in fp32, with one rounding after the bias. Columns go in parts that are no wider in fp32 than the whole is."""
     hidden = rows.shape[1]
     width = max(1, hidden // 2)
     for first in range(0, hidden, width):
         part = slice(first, min(first + width, hidden))
-        total = engine.combine(rows[:, part].float(), routing, num_sms=num_sms).x
-        for each in biases:
-            total = total + each[:, part].float()
-        out[:, part] = total
+        bias = biases[0][:, part].float()
+        for each in biases[1:]:
+            bias = bias + each[:, part].float()
+        out[:, part] = engine.combine(rows[:, part].float(), routing, wire=wire, num_sms=num_sms).x + bias

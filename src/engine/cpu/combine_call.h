@@ -71,7 +71,8 @@ class CombineCall final : public Call {
   int32_t send_partial(int64_t row, std::byte* record) const;
   int32_t partial_sum(int64_t row, void* out, float* out_scales) const;
   const std::byte* y_row(int64_t position) const;
-  float weight_at(int64_t position) const;
+  float weight_at(int64_t at) const;  ///< entry of the weights that were given
+  float own_weight(size_t flat) const;
   float side_of(int64_t row, int k) const;
 
   // combine_reduce.cc

@@ -170,6 +170,13 @@ void CombineCall::merge_side(int64_t token, int rank, const float* side) {
   }
 }
 
+/// The weight that this rank has for an entry of its [T, K].
+float CombineCall::own_weight(size_t flat) const {
+  return args_.apply == CombineWeights::source   ? routing_->topk_weights[flat]
+         : args_.apply == CombineWeights::tokens ? weight_at(static_cast<int64_t>(flat))
+                                                 : 1.0f;
+}
+
 bool CombineCall::gather_rows(int64_t token, TokenTerms& terms) {
   const Routing& r = *routing_;
   const int32_t* idx = r.topk_idx.data() + token * r.num_topk;
@@ -207,9 +214,7 @@ bool CombineCall::gather_rows(int64_t token, TokenTerms& terms) {
         continue;
       }
       terms.rows.push_back({y_row(position), nullptr});
-      terms.weights.push_back(args_.apply == CombineWeights::source ? r.topk_weights[flat]
-                              : args_.apply == CombineWeights::rows ? weight_at(position)
-                                                                    : 1.0f);
+      terms.weights.push_back(args_.apply == CombineWeights::rows ? weight_at(position) : own_weight(flat));
       if (side_floats_) out_.side[flat] = side_of(row, k);
       continue;
     }
@@ -221,7 +226,7 @@ bool CombineCall::gather_rows(int64_t token, TokenTerms& terms) {
     ++taken_[at];
     const auto* bytes = reinterpret_cast<const std::byte*>(record);
     terms.rows.push_back({bytes + row_at_, nullptr});
-    terms.weights.push_back(args_.apply == CombineWeights::source ? r.topk_weights[flat] : record->weight);
+    terms.weights.push_back(args_.apply == CombineWeights::rows ? record->weight : own_weight(flat));
     if (side_floats_) out_.side[flat] = *reinterpret_cast<const float*>(bytes + sizeof(Meta));
   }
   for (size_t rank = 0; rank < seen.size(); ++rank) ordinal_[rank] += seen[rank];

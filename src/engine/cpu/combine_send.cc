@@ -121,9 +121,9 @@ const std::byte* CombineCall::y_row(int64_t position) const {
   return args_.y.row(position / capacity) + position % capacity * args_.y.strides[1] * static_cast<int64_t>(size_of(args_.y.dtype));
 }
 
-float CombineCall::weight_at(int64_t position) const {
-  if (args_.weights.dtype == DType::fp32) return args_.weights.as<const float>()[position];
-  const uint32_t bits = static_cast<uint32_t>(args_.weights.as<const uint16_t>()[position]) << 16;
+float CombineCall::weight_at(int64_t at) const {
+  if (args_.weights.dtype == DType::fp32) return args_.weights.as<const float>()[at];
+  const uint32_t bits = static_cast<uint32_t>(args_.weights.as<const uint16_t>()[at]) << 16;
   float value;
   std::memcpy(&value, &bits, sizeof value);
   return value;

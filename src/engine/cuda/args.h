@@ -342,7 +342,7 @@ struct CombineArgs {
   int64_t hidden = 0;
   Wire wire = Wire::payload;
   CombineWeights apply = CombineWeights::none;
-  const void* weights = nullptr;  ///< apply = rows: one per row of y
+  const void* weights = nullptr;  ///< apply = rows: one per row of y; tokens: [T, K]
   bool weights_are_bf16 = false;
   bool has_side = false;        ///< the same on all ranks
   const float* side = nullptr;  ///< one scalar per row of y; rank_major [N, K]; null where there are no rows
@@ -367,6 +367,7 @@ struct CombineArgs {
   int64_t side_offset = 0;      ///< in a record: [K] scalars
   int64_t mask_offset = 0;      ///< in a record: 64-bit mask of the k's that are in the sum
   int64_t wire_row_stride = 0;  ///< wire = rows: K rows, each at k * wire_row_stride
+  size_t block_stride = 0;      ///< if not 0: the block of copy c of the staging is at block + c * block_stride
 };
 
 }  // namespace turnout::engine::cuda

@@ -26,7 +26,7 @@ void shape_record(CombineArgs& a) {
   const int64_t row_bytes = form.block_scaled ? (a.hidden + 3) / 4 * 4 + form.num_scales(a.hidden) * 4 : a.hidden * size;
   a.wire_row_stride = up(row_bytes, 16);
   a.side_offset = (a.wire == Wire::rows ? a.num_topk : 1) * a.wire_row_stride;
-  const int64_t scalars = (a.has_side ? a.num_topk : 0) + (a.wire == Wire::rows && a.apply != CombineWeights::none ? a.num_topk : 0);
+  const int64_t scalars = (a.has_side ? a.num_topk : 0) + (a.wire == Wire::rows && a.apply == CombineWeights::rows ? a.num_topk : 0);
   // Weights lie behind the places of the side scalars, whether there are any or not.
   a.mask_offset = up(a.side_offset + (scalars ? 2 * a.num_topk * 4 : 0), 8);
   a.record_bytes = up(a.mask_offset + 8, 128);
@@ -49,6 +49,26 @@ void Engine::place_sums(const turnout::CombineArgs& args, CombineArgs& a, std::s
   }
   a.num_lost = reinterpret_cast<int32_t*>(base + x_bytes);
   a.out_side = a.has_side ? reinterpret_cast<float*>(base + x_bytes + lost_bytes) : nullptr;
+}
+
+/// Where no host waits, calls may be captured, in any number of graphs: were each to have records of its own, the region would soon be
+/// full. So these lie in one place for good, which is as large as any call of the Buffer needs, one copy for each that may be in flight.
+/// False: they would take more than half of the region.
+bool Engine::place_lasting_records(CombineArgs& a, LaneState& lane, OnStream on) const {
+  const int64_t most = config_.max_tokens_per_rank * std::min(num_ranks_, a.num_topk);
+  const auto each = static_cast<size_t>(most * a.record_bytes);
+  if (lane.records.empty() || lane.record_bytes < each) {
+    const size_t all = each * static_cast<size_t>(shared_->arena.depth);
+    if (all > shared_->region.num_bytes() / 2) return false;
+    const std::optional<Lease> lease = shared_->region.take(all, on);
+    if (!lease) return false;
+    lane.records.push_back(std::make_shared<Hold>(shared_, *lease));
+    lane.record_bytes = each;
+    lane.record_offset = lease->block.offset;
+  }
+  a.block = lane.record_offset;
+  a.block_stride = lane.record_bytes;
+  return true;
 }
 
 std::unique_ptr<DevicePending> Engine::combine(const turnout::CombineArgs& args, const CallFacts& facts, const RoutingFacts& routing,
@@ -89,17 +109,21 @@ std::unique_ptr<DevicePending> Engine::combine(const turnout::CombineArgs& args,
   // Room for what may come back: known for exact size, else each token from as many ranks as it can have gone to.
   const int64_t records = pending->routing->sent_total >= 0 ? pending->routing->sent_total : a.num_tokens * std::min(num_ranks_, a.num_topk);
   a.block_rows = records;
-  const std::optional<Lease> lease = shared_->region.take(static_cast<size_t>(records * a.record_bytes), pending->on());
-  if (!lease) {
+  LaneState& lane = lanes_[static_cast<size_t>(args.lane)];
+  const bool lasting = a.wire == Wire::rows && a.capacity >= 0 && place_lasting_records(a, lane, pending->on());
+  std::optional<Lease> lease;
+  if (!lasting) lease = shared_->region.take(static_cast<size_t>(records * a.record_bytes), pending->on());
+  if (!lasting && !lease) {
     throw InvalidArgument("combine: partial sums need " + std::to_string(records * a.record_bytes) + " bytes of the receive region, which has " +
                           std::to_string(shared_->region.num_bytes()) + " bytes, " + std::to_string(shared_->region.largest_gap()) +
                           " of them free in one piece: release results, or make the Buffer with a larger receive_bytes");
   }
-  pending->block = std::make_shared<Hold>(shared_, *lease);
-  a.block = lease->block.offset;
+  if (lease) {
+    pending->block = std::make_shared<Hold>(shared_, *lease);
+    a.block = lease->block.offset;
+  }
   place_sums(args, a, &pending->result, pending->on());
 
-  LaneState& lane = lanes_[static_cast<size_t>(args.lane)];
   const int sms = args.num_sms > 0 ? args.num_sms : a.common.through_host ? kHostCombineSms : num_sms_;
   check(launch_combine(a, true, receive_now, blocks(sms), stream), "combine kernel");
   ++lane.num_sends;

@@ -1,5 +1,5 @@
-// Combine, the general form: every dtype, wire, layout and weight. The expert side sums the rows of a (token, source) in k order
-// and writes one record to the source's block; the source adds the records of a token, ranks ascending within a node, nodes
+// Combine, the general form: every dtype, layout and weight, and every wire but rows (combine_terms.cu). The expert side sums the rows of a (token,
+// source) in k order and writes one record to the source's block; the source adds the records of a token, ranks ascending within a node, nodes
 // ascending. What is on the own rank is summed where it is added, rounded as if it had crossed. A warp does a row.
 #include "engine/cuda/device/combine.cuh"
 #include "engine/cuda/device/tickets.cuh"
@@ -10,37 +10,6 @@ namespace turnout::engine::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-
-/// Row of y and weight of entry k of received row `n`; false if there is none.
-struct Term {
-  int64_t row;
-  float weight;
-};
-__device__ __forceinline__ bool term_of(const CombineArgs& a, int64_t n, int k, Term* t) {
-  const int e = a.routing.recv_idx[n * a.num_topk + k];
-  if (e < 0) return false;
-  t->row = a.routing.position[n * a.num_topk + k];
-  if (t->row < 0) return false;
-  t->weight = a.apply == CombineWeights::source ? a.routing.recv_weights[n * a.num_topk + k]
-              : a.apply == CombineWeights::rows ? weight_at(a, t->row)
-                                                : 1.0f;
-  return true;
-}
-
-/// The k's of received row `n` that are in its partial sum. Every lane gets the mask.
-__device__ uint64_t mask_of(const CombineArgs& a, int64_t n) {
-  uint64_t mask = 0;
-  for (int k0 = 0; k0 < a.num_topk; k0 += 32) {
-    const int k = k0 + lane_id();
-    bool in = false;
-    if (k < a.num_topk) {
-      Term t;
-      in = a.layout == Layout::rank_major ? a.routing.recv_idx[n * a.num_topk + k] >= 0 : term_of(a, n, k, &t);
-    }
-    mask |= static_cast<uint64_t>(__ballot_sync(kFull, in)) << k0;
-  }
-  return mask;
-}
 
 /// Partial sum of received row `n` over this rank's experts, elements [begin, begin + 8), before its rounding. The whole warp calls it.
 template <class T>
@@ -71,37 +40,20 @@ __device__ __forceinline__ Chunk<T> partial_chunk(const CombineArgs& a, int64_t 
   return sum;
 }
 
-/// One term alone, weighted: what crosses with wire = rows.
-template <class T>
-__device__ __forceinline__ Chunk<T> row_chunk(const CombineArgs& a, int64_t n, int k, int64_t begin) {
-  Term t;
-  term_of(a, n, k, &t);
-  return load_chunk<T>(a.dtype, a.y + t.row * a.y_stride, begin, a.hidden);
-}
-
 /// The record of received row `n` for its source; returns its mask.
 template <class T>
 __device__ uint64_t write_record(const CombineArgs& a, core::WireForm form, int64_t n, std::byte* record) {
   const uint64_t mask = mask_of(a, n);
   for (int64_t base = 0; mask && base < a.hidden; base += kWarpChunk) {
     const int64_t begin = base + lane_id() * kChunk;
-    if (a.wire == Wire::rows) {
-      for (uint64_t left = mask; left; left &= left - 1) {
-        const int k = __ffsll(static_cast<long long>(left)) - 1;
-        store_chunk(a.dtype, record + k * a.wire_row_stride, begin, a.hidden, row_chunk<T>(a, n, k, begin));
-      }
-    } else {
-      store_wire(form, record, begin, a.hidden, partial_chunk<T>(a, n, mask, begin));
-    }
+    store_wire(form, record, begin, a.hidden, partial_chunk<T>(a, n, mask, begin));
   }
-  for (int k = lane_id(); k < a.num_topk; k += 32) {
+  for (int k = lane_id(); a.has_side && k < a.num_topk; k += 32) {
     if (!(mask >> k & 1)) continue;
-    // With wire = rows the weights of the expert's side travel beside the rows; those of the source it has itself.
     auto* scalars = reinterpret_cast<float*>(record + a.side_offset);
     Term t{};
     if (a.layout != Layout::rank_major) term_of(a, n, k, &t);
-    if (a.has_side) scalars[k] = a.layout == Layout::rank_major ? a.side[n * a.num_topk + k] : a.side[t.row];
-    if (a.wire == Wire::rows && a.apply != CombineWeights::none) scalars[a.num_topk + k] = t.weight;
+    scalars[k] = a.layout == Layout::rank_major ? a.side[n * a.num_topk + k] : a.side[t.row];
   }
   if (lane_id() == 0) *reinterpret_cast<uint64_t*>(record + a.mask_offset) = mask;
   return mask;
@@ -149,8 +101,7 @@ class TokenSum {
     if (!collect()) return false;
     for (int64_t base = 0; base < a_.hidden; base += kWarpChunk) {
       const int64_t begin = base + lane_id() * kChunk;
-      const Chunk<T> sum = a_.wire == Wire::rows ? sum_rows(begin) : sum_parts(begin);
-      store_chunk(a_.dtype, a_.out + token_ * a_.out_stride, begin, a_.hidden, sum);
+      store_chunk(a_.dtype, a_.out + token_ * a_.out_stride, begin, a_.hidden, sum_parts(begin));
     }
     write_scalars();
     return true;
@@ -263,33 +214,6 @@ class TokenSum {
     total_started = true;
   }
 
-  /// wire = rows: all terms in k order.
-  __device__ Chunk<T> sum_rows(int64_t begin) const {
-    Chunk<T> sum{};
-    bool started = false;
-    for (int k = 0; k < a_.num_topk; ++k) {
-      Part part{};
-      if (!part_of(k, &part)) continue;
-      Chunk<T> c = part.record ? load_chunk<T>(a_.dtype, part.record + k * a_.wire_row_stride, begin, a_.hidden)
-                               : row_chunk<T>(a_, begins_[part.rank] + part.row, k, begin);
-      if (a_.apply != CombineWeights::none) {
-        const auto w = static_cast<T>(weight_of(part, k));
-#pragma unroll
-        for (int i = 0; i < kChunk; ++i) c.v[i] *= w;
-      }
-#pragma unroll
-      for (int i = 0; i < kChunk; ++i) sum.v[i] = started ? sum.v[i] + c.v[i] : c.v[i];
-      started = true;
-    }
-    return sum;
-  }
-  __device__ float weight_of(const Part& part, int k) const {
-    if (a_.apply == CombineWeights::source) return a_.routing.topk_weights[token_ * a_.num_topk + k];
-    if (part.record) return reinterpret_cast<const volatile float*>(part.record + a_.side_offset)[a_.num_topk + k];
-    Term t{};
-    term_of(a_, begins_[part.rank] + part.row, k, &t);
-    return t.weight;
-  }
   /// The part that holds entry k. The whole warp calls it.
   __device__ bool part_of(int k, Part* part) const {
     for (int h = 0; h < 2; ++h) {
@@ -387,12 +311,14 @@ cudaError_t load() {
 }  // namespace
 
 cudaError_t launch_combine(const CombineArgs& a, bool send, bool receive, int blocks, cudaStream_t stream) {
+  if (a.wire == Wire::rows) return launch_combine_terms(a, send, receive, blocks, stream);
   if (send && receive && can_combine_bulk(a)) return launch_combine_bulk(a, blocks, stream);
   return core::sums_in_double(a.dtype) ? launch<double>(a, send, receive, blocks, stream) : launch<float>(a, send, receive, blocks, stream);
 }
 cudaError_t prepare_combine() {
   if (const cudaError_t bad = load<float>()) return bad;
   if (const cudaError_t bad = load<double>()) return bad;
+  if (const cudaError_t bad = prepare_combine_terms()) return bad;
   return prepare_combine_bulk();
 }
 

@@ -105,6 +105,7 @@ class Hold {
 /// The device arrays of a routing, and what the host knows of it.
 class RoutingMemory : public DeviceRouting {
  public:
+  int32_t* recv_begin() const override { return view.recv_begin; }
   Routing view{};
   int64_t block_rows = 0;  ///< N
   int64_t result_rows = 0;
@@ -175,6 +176,8 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
     std::shared_ptr<CUstream_st> resident;  ///< of resident receives, once there is one
     uint64_t* chunk_counts = nullptr;
     uint32_t *flags = nullptr, *begins = nullptr, *offers = nullptr;
+    std::vector<std::shared_ptr<Hold>> records;  ///< of wire = rows with a capacity, for all copies: the last; earlier ones are known to graphs
+    size_t record_bytes = 0, record_offset = 0;  ///< room of a copy in it; where the first begins
   };
 
   /// The part of construction that may fail on one rank alone.
@@ -204,6 +207,7 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
   int64_t num_rounds(const DispatchArgs& a, const RoutingMemory& r, const volatile int64_t* rooms) const;
   void prepare_rounds(LaneState& lane, cudaStream_t stream);
   void issue_rounds(PendingCall& call, int move_blocks);
+  bool place_lasting_records(CombineArgs& a, LaneState& lane, OnStream on) const;
   void place_block(DispatchArgs& a, std::shared_ptr<Hold>* block, OnStream on) const;
   void place_result(const turnout::DispatchArgs& args, DispatchArgs& a, std::shared_ptr<Hold>* result, OnStream on) const;
   [[noreturn]] void throw_record();

@@ -12,6 +12,7 @@ cudaError_t prepare_hello();
 cudaError_t prepare_admit();
 cudaError_t prepare_move();
 cudaError_t prepare_combine();
+cudaError_t prepare_combine_terms();
 cudaError_t prepare_ll_dispatch();
 cudaError_t prepare_ll_combine();
 cudaError_t prepare_move_bulk();
@@ -32,6 +33,8 @@ cudaError_t launch_admit(const DispatchArgs& args, int blocks, cudaStream_t stre
 /// `send` and `receive` may be parts of different kernels of one call.
 cudaError_t launch_move(const DispatchArgs& args, bool send, bool receive, int blocks, cudaStream_t stream);
 cudaError_t launch_combine(const CombineArgs& args, bool send, bool receive, int blocks, cudaStream_t stream);
+/// The same of wire = rows: the launch above uses it.
+cudaError_t launch_combine_terms(const CombineArgs& args, bool send, bool receive, int blocks, cudaStream_t stream);
 /// The same where can_move_bulk and can_combine_bulk (throughput/bulk.h) say that they can: the launches above use them.
 cudaError_t launch_move_bulk(const DispatchArgs& args, bool send, bool receive, int blocks, cudaStream_t stream);
 cudaError_t launch_combine_bulk(const CombineArgs& args, int blocks, cudaStream_t stream);

@@ -73,9 +73,7 @@ class Ranks:
             for (source, token), row in zip(source_of, rows):
                 if source == rank:
                     out[token] += row
-        for each in bias:
-            out += each
-        return rounded(out)
+        return rounded(out + sum(bias[1:], bias[0])) if bias else rounded(out)
 
     # V1, few tokens.
 

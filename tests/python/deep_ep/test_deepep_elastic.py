@@ -36,6 +36,7 @@ def check_handle(handle, ranks, rank, alignment, expand, exact):
     same(handle.psum_num_recv_tokens_per_expert, psum if expand else np.cumsum(aligned), "psum of experts")
     for tensor in (handle.psum_num_recv_tokens_per_scaleup_rank, handle.psum_num_recv_tokens_per_expert, handle.num_unaligned_recv_tokens_per_expert):
         assert tensor.dtype is torch.int32
+    same(handle.dst_buffer_slot_idx, slots(ranks, rank), "dst_buffer_slot_idx")
     same(handle.recv_src_metadata[:tokens], ranks.metadata(rank, MOST, alignment if expand else None), "recv_src_metadata")
     most, local = ranks.num_ranks * MOST, -(-ranks.num_experts // ranks.num_ranks)
     if exact:
@@ -44,6 +45,21 @@ def check_handle(handle, ranks, rank, alignment, expand, exact):
     else:
         assert handle.num_recv_tokens_per_expert_list == [] and handle.num_recv_tokens == most
         assert handle.num_expanded_tokens == (align(most * min(topk, local) + (alignment - 1) * local, alignment) if expand else 0)
+
+
+def slots(ranks, rank):
+    """rank * MOST + place of the token among those that go to the rank, at the first k that leads there."""
+    made, sent = np.full(ranks.idx[rank].shape, -1, np.int32), np.zeros(ranks.num_ranks, np.int32)
+    for token, ids in enumerate(ranks.idx[rank]):
+        seen = set()
+        for k, number in enumerate(ids):
+            to = ranks.owner[number]
+            if number < 0 or to in seen:
+                continue
+            seen.add(to)
+            made[token, k] = rank * MOST + sent[to]
+            sent[to] += 1
+    return made
 
 
 def expanded(ranks, rank, alignment, row_of, width):
@@ -182,21 +198,33 @@ def test_rows_with_scales(expand, column_major, packed):
     on_ranks(2, body)
 
 
-@pytest.mark.parametrize("expand", [False, True])
-def test_bias_is_added_before_the_one_rounding(expand):
+@pytest.mark.parametrize("expand, multiple", [(False, True), (True, True), (True, False)])
+def test_bias_is_added_before_the_last_rounding(expand, multiple):
+    """What a rank adds of its own experts is rounded before it crosses; with allow_multiple_reduction=False all is added at the source."""
     ranks = problem(2)
     rng = np.random.default_rng(1)
     biases = [[bf16(rng.standard_normal(ranks.x[r].shape)) for _ in range(2)] for r in range(2)]
 
+    def answer(source, token, k):
+        return bf16(ranks.x[source][token] * np.float32(1 + k / 7))
+
     def body(group):
         rank = group.rank
-        buffer = make(group)
+        buffer = make(group, allow_multiple_reduction=multiple)
         x, _, weights, handle, _ = sent(buffer, ranks, rank, do_expand=expand)
-        out, combined, _ = buffer.combine(x, handle, topk_weights=weights, bias=tuple(torch.from_numpy(each).bfloat16() for each in biases[rank]))
-        plain = lambda each: each  # noqa: E731
-        rows = [ranks.reduce(r, expanded(ranks, r, 1, lambda s, t, k: ranks.x[s][t], 256), rounded=plain) if expand else ranks.dispatch(r)[0] for r in range(2)]
-        same(out, ranks.combine(rank, rows, biases[rank]))
-        same(combined, np.where(ranks.idx[rank] >= 0, ranks.weights[rank], 0))
+        given = [expanded(ranks, r, 1, answer, 256) if expand else ranks.dispatch(r)[0] for r in range(2)]
+        bias = tuple(torch.from_numpy(each).bfloat16() for each in biases[rank])
+        y = torch.from_numpy(given[rank]).bfloat16()
+        out, combined, _ = buffer.combine(y, handle, topk_weights=weights if multiple else None, bias=bias)
+        if multiple:
+            same(out, ranks.combine(rank, [ranks.reduce(r, rows) if expand else rows for r, rows in enumerate(given)], biases[rank]))
+            same(combined, np.where(ranks.idx[rank] >= 0, ranks.weights[rank], 0))
+        else:
+            total = np.zeros_like(ranks.x[rank])
+            for t, ids in enumerate(ranks.idx[rank]):
+                for k in np.flatnonzero(ids >= 0):
+                    total[t] += answer(rank, t, k)
+            same(out, bf16(total + (biases[rank][0] + biases[rank][1])))
 
     on_ranks(2, body)
 

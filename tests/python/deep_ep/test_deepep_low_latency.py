@@ -192,3 +192,48 @@ def test_memory_to_work_in():
             buffer.get_local_buffer_tensor(torch.bfloat16, offset=3)
 
     on_ranks(1, body)
+
+
+@pytest.mark.parametrize("how", ["other ids", "masked since", "ids written over"])
+def test_ids_of_combine_count(how):
+    """What combine is told of ids and masks holds, not what the dispatch was."""
+    ranks = problem(2)
+
+    def body(group):
+        buffer = Buffer(group, low_latency_mode=True, enable_shrink=True)
+        x, idx, weights = tensors(ranks, group.rank)
+        given = idx.clone() if how == "ids written over" else idx
+        _, _, handle, _, _ = buffer.low_latency_dispatch(x, given, MOST, 8, use_fp8=False)
+        left = idx.clone()
+        if how == "masked since":
+            buffer.low_latency_update_mask_buffer(1, True)
+            left[(left >= 4)] = -1
+        else:
+            left[:, 0] = -1
+        given.copy_(left) if how == "ids written over" else None
+        told = given if how == "ids written over" else idx if how == "masked since" else left
+        total, _, _ = buffer.low_latency_combine(answers(ranks, group.rank, 256), told, weights, handle)
+        kept = weights.masked_fill(left < 0, 0).numpy()
+        want = np.zeros_like(ranks.x[group.rank])
+        for token, ids in enumerate(ranks.idx[group.rank]):
+            for k, number in enumerate(ids):
+                if number >= 0:
+                    want[token] += kept[token, k] * expert(number, ranks.x[group.rank][token])
+        same(total, torch.from_numpy(want).bfloat16().float().numpy())
+
+    on_ranks(2, body)
+
+
+def test_a_token_crosses_once_for_each_rank():
+    """One dispatch and one combine of Turnout are behind the calls, with and without a hook."""
+    ranks = problem(2)
+
+    def body(group):
+        buffer = Buffer(group, low_latency_mode=True)
+        x, idx, weights = tensors(ranks, group.rank)
+        _, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, MOST, 8, use_fp8=False)
+        routing = handle.routing.handle
+        assert (routing.num_tokens, routing.num_topk) == tuple(idx.shape)
+        buffer.low_latency_combine(answers(ranks, group.rank, 256), idx, weights, handle)
+
+    on_ranks(2, body)

@@ -71,20 +71,25 @@ __device__ __forceinline__ T round_value(DType dtype, T value) {
   }
 }
 
+/// Eight elements of a two-byte type.
+template <class T>
+__device__ __forceinline__ Chunk<T> unpack_chunk(DType dtype, uint4 w) {
+  Chunk<T> c;
+  const uint32_t words[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) {
+    const auto bits = static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16));
+    c.v[i] = static_cast<T>(dtype == DType::bf16 ? core::bf16_to_float(bits) : core::fp16_to_float(bits));
+  }
+  return c;
+}
 /// Elements [begin, begin + 8) of a row, as far as the row goes; the rest is 0. Two-byte types take one 16-byte load where they can.
 template <class T>
 __device__ __forceinline__ Chunk<T> load_chunk(DType dtype, const std::byte* row, int64_t begin, int64_t hidden) {
   Chunk<T> c;
   const bool half = dtype == DType::bf16 || dtype == DType::fp16;
   if (half && begin + kChunk <= hidden && reinterpret_cast<uintptr_t>(row + begin * 2) % 16 == 0) {
-    const uint4 w = load_stream(reinterpret_cast<const uint4*>(row + begin * 2));
-    const uint32_t words[4] = {w.x, w.y, w.z, w.w};
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i) {
-      const auto bits = static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16));
-      c.v[i] = static_cast<T>(dtype == DType::bf16 ? core::bf16_to_float(bits) : core::fp16_to_float(bits));
-    }
-    return c;
+    return unpack_chunk<T>(dtype, load_stream(reinterpret_cast<const uint4*>(row + begin * 2)));
   }
 #pragma unroll
   for (int i = 0; i < kChunk; ++i) c.v[i] = begin + i < hidden ? load_value<T>(dtype, row, begin + i) : T{0};

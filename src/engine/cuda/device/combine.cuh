@@ -10,6 +10,39 @@ __device__ __forceinline__ float weight_at(const CombineArgs& a, int64_t row) {
   return a.weights_are_bf16 ? core::bf16_to_float(static_cast<const uint16_t*>(a.weights)[row]) : static_cast<const float*>(a.weights)[row];
 }
 
+/// Row of y and weight of entry k of received row `n`; false if there is none.
+struct Term {
+  int64_t row;
+  float weight;
+};
+__device__ __forceinline__ bool term_of(const CombineArgs& a, int64_t n, int k, Term* t) {
+  const int e = a.routing.recv_idx[n * a.num_topk + k];
+  if (e < 0) return false;
+  t->row = a.routing.position[n * a.num_topk + k];
+  if (t->row < 0) return false;
+  t->weight = a.apply == CombineWeights::source ? a.routing.recv_weights[n * a.num_topk + k]
+              : a.apply == CombineWeights::rows ? weight_at(a, t->row)
+                                                : 1.0f;
+  return true;
+}
+
+/// The k's of received row `n` that are in its partial sum. Every lane gets the mask.
+__device__ inline uint64_t mask_of(const CombineArgs& a, int64_t n) {
+  uint64_t mask = 0;
+  for (int k0 = 0; k0 < a.num_topk; k0 += 32) {
+    const int k = k0 + lane_id();
+    bool in = false;
+    if (k < a.num_topk) {
+      Term t;
+      in = a.layout == Layout::rank_major ? a.routing.recv_idx[n * a.num_topk + k] >= 0 : term_of(a, n, k, &t);
+    }
+    mask |= static_cast<uint64_t>(__ballot_sync(kFull, in)) << k0;
+  }
+  return mask;
+}
+
+__device__ __forceinline__ size_t block_of(const CombineArgs& a, Call call) { return a.block + call.copy * a.block_stride; }
+
 /// Facts and offers of a combine; the block of role 0 exchanges them. Nobody writes into a block of a rank that may mean another call.
 /// A routing whose dispatch failed is refused here. The whole block calls it; false: given up.
 __device__ inline bool start_call(const CombineArgs& a, Call call, int role, Offer* offers, FactWords* facts) {
@@ -21,7 +54,7 @@ __device__ inline bool start_call(const CombineArgs& a, Call call, int role, Off
   if (role == 0) {
     send_header(c, call, HeaderInts::kRows, [&](int, int i) { return facts->words[i]; });
     for (int d = static_cast<int>(threadIdx.x); d < c.team.num_ranks; d += static_cast<int>(blockDim.x))
-      send_offer(c, call, d, a.block, a.block_rows, 0);
+      send_offer(c, call, d, block_of(a, call), a.block_rows, 0);
     good = receive_headers(c, call, HeaderInts::kRows, facts, [](int, int, uint32_t) {});
   }
   // Through the host the offers are noted only once the headers agree.
