@@ -384,7 +384,7 @@ class Buffer:
 
 def required_bytes(config: dict[str, object], num_ranks: int) -> int: ...
 
-def xla_handlers() -> dict[str, Any]:
+def xla_handlers(on_gpu: bool) -> dict[str, Any]:
     """Handlers for jax.ffi.register_ffi_target, by target."""
 
 def xla_register(buffers: dict[int, Buffer], num_handles: int) -> int:

@@ -13,7 +13,11 @@ Each device along the axis is a rank, in this process or in several (jax.distrib
 each has one device of its own, `Buffer.from_communicator(turnout.Communicator.from_env(), ...)` needs neither mesh nor shard_map.
 
 Shapes are static: there is always a capacity, and rows beyond those that came are 0. Calls of one lane need an order that all ranks share:
-that of their data. Calls that do not depend on one another take lanes of their own (num_lanes=, lane=). CPU devices only.
+that of their data. Calls that do not depend on one another take lanes of their own (num_lanes=, lane=).
+
+Devices are CPUs or CUDA GPUs. On GPUs calls are work on XLA's stream; combine, and backward passes, wait on the host for what was issued before,
+because a routing is known there and its number is data of the program. What only the GPU finds (an id that is no expert) a later call raises, or
+Buffer.check().
 """
 
 from __future__ import annotations
@@ -72,7 +76,7 @@ class Buffer:
 
         def make(group: int, rank: int) -> turnout.Buffer:
             communicator = turnout.Communicator.from_store(store, rank, num_ranks, f"{name}.{group}", transport=transport)
-            return turnout.Buffer(communicator, **config)
+            return _make(communicator, groups[group, rank], config)
 
         made = _on_threads([lambda g=g, r=r: make(g, r) for g, r in mine])
         self._keep({groups[place]: buffer for place, buffer in zip(mine, made, strict=True)}, num_handles)
@@ -81,27 +85,30 @@ class Buffer:
     def from_communicator(
         cls, communicator: turnout.Communicator, *, device: jax.Device | None = None, num_handles: int = 256, **config: Any
     ) -> Buffer:
-        """One rank, this process's `device` (None: the first). Collective over the communicator; no mesh, and no jax.distributed."""
+        """One rank, this process's `device` (None: jax.default_device, else the first). Collective over the communicator; no mesh, and no
+        jax.distributed. Where several processes see the same GPUs, each must take another, as programs do with jax.default_device."""
         self = cls.__new__(cls)
-        device = jax.local_devices()[0] if device is None else device
-        self._keep({device: turnout.Buffer(communicator, **config)}, num_handles)
+        if device is None:
+            chosen = jax.config.jax_default_device
+            device = chosen if isinstance(chosen, jax.Device) else jax.local_devices()[0]
+        self._keep({device: _make(communicator, device, config)}, num_handles)
         return self
 
     def _keep(self, buffers: dict[Any, turnout.Buffer], num_handles: int) -> None:
         if num_handles < 1:
             raise InvalidArgument(f"Buffer: num_handles is {num_handles}, but must be 1 or more")
-        for device in buffers:
-            if device.platform != "cpu":
-                raise InvalidArgument(
-                    f"Buffer: {device} is a {device.platform}, but turnout.jax runs on CPU devices only (JAX_PLATFORMS=cpu). On a GPU give "
-                    "arrays of JAX to turnout.Buffer(device='cuda'), outside of jit"
-                )
         self.buffers = buffers  #: by device of this process
-        self._number = _core.xla_register({device.id: buffer for device, buffer in buffers.items()}, num_handles)
+        self._number = _core.xla_register({_ordinal(device): buffer for device, buffer in buffers.items()}, num_handles)
         self._forget = weakref.finalize(self, _core.xla_forget, self._number)
         first = next(iter(buffers.values()))
         self.config = first.config
         self.num_ranks, self.num_local_experts = first.num_ranks, first.num_local_experts
+        self._on_gpu = str(first.config["device"]).startswith("cuda")
+
+    def check(self) -> None:
+        """Raises what an earlier call left that failed on a GPU; waits for nothing. On a CPU calls raise themselves."""
+        for buffer in self.buffers.values():
+            buffer.check()
 
     def close(self) -> None:
         """Later calls fail; peers that wait for these ranks raise PeerFailed. Local, idempotent."""
@@ -170,7 +177,7 @@ def dispatch(
     call = _jax_ops.Call(
         buffer._number, *topk_idx.shape, buffer.num_local_experts, _number_of("dispatch", "layout", layout, _jax_ops.LAYOUTS), capacity,
         expert_alignment, _number_of("dispatch", "mode", mode, _jax_ops.MODES), num_sms, lane,
-        _number_of("dispatch", "gradient_wire", gradient_wire, _jax_ops.WIRES),
+        _number_of("dispatch", "gradient_wire", gradient_wire, _jax_ops.WIRES), buffer._on_gpu,
     )  # fmt: skip
     *arrays, numbers, routing = _jax_ops.dispatch(call, *_jax_ops.alike(x, topk_idx, topk_weights))
     return Dispatched(*arrays, numbers[0], numbers[1], routing, call)
@@ -199,6 +206,20 @@ def combine(
         lane=sent.call.lane if lane is None else lane,
     )  # fmt: skip
     return _jax_ops.combine(call, *_jax_ops.alike(y, sent.routing, weights))
+
+
+def _ordinal(device: jax.Device) -> int:
+    """The number by which XLA tells a call its device: of a GPU that in this process, of a CPU one counted over all processes."""
+    return device.id if device.platform == "cpu" else device.local_hardware_id
+
+
+def _make(communicator: turnout.Communicator, device: jax.Device, config: dict[str, Any]) -> turnout.Buffer:
+    is_cuda = device.platform in ("gpu", "cuda")
+    if not is_cuda and device.platform != "cpu":
+        raise InvalidArgument(f"Buffer: {device} is a {device.platform}, but turnout.jax runs on CPUs and CUDA GPUs (JAX_PLATFORMS=cpu or cuda)")
+    if "device" in config:
+        raise InvalidArgument(f"Buffer: device is {config['device']!r}, but a rank is where its device of JAX is, {device}: leave it out")
+    return turnout.Buffer(communicator, device=f"cuda:{_ordinal(device)}" if is_cuda else "cpu", **config)
 
 
 def _number_of(call: str, argument: str, word: str, words: Sequence[str]) -> int:

@@ -59,6 +59,8 @@ def over_mesh(address, rank, num_processes):
 
 def of_a_launcher():
     communicator = turnout.Communicator.from_env()
+    if jax.default_backend() == "gpu":
+        jax.config.update("jax_default_device", jax.local_devices()[communicator.local_rank % jax.local_device_count()])
     rank, num_ranks = communicator.rank, communicator.num_ranks
     buffer = tj.Buffer.from_communicator(communicator, **CONFIG)
     mine = slice(rank * TOKENS, (rank + 1) * TOKENS)
