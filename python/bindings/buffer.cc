@@ -9,6 +9,7 @@
 #include "bindings/config.h"
 #include "bindings/errors.h"
 #include "bindings/handle.h"
+#include "bindings/log.h"
 #include "bindings/results.h"
 #include "bindings/tensor.h"
 
@@ -214,6 +215,7 @@ void choose_device(BufferConfig& config, const Communicator& communicator) {
 
 void make_buffer(BufferHolder* self, CommunicatorHolder& holder, nb::dict fields, nb::object allocator) {
   const std::shared_ptr<Communicator> communicator = holder.communicator.get();
+  follow_log_level();
   std::shared_ptr<Allocator> own;
   BufferConfig config;
   std::string refusal;

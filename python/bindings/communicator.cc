@@ -5,6 +5,7 @@
 
 #include "bindings/arguments.h"
 #include "bindings/errors.h"
+#include "bindings/log.h"
 #include "bindings/store.h"
 #include "bindings/tensor.h"
 #include "turnout/communicator.h"
@@ -14,6 +15,7 @@ namespace turnout::python {
 namespace {
 
 CommunicatorOptions options_of(const char* transport, nb::handle node_of_rank, nb::handle timeout, uint64_t scheduler_seed) {
+  follow_log_level();
   CommunicatorOptions options;
   options.transport = transport;
   options.node_of_rank = ints_of(node_of_rank, "Communicator: node_of_rank");

@@ -45,5 +45,6 @@ __all__ = [
     "run_virtual_ranks",
 ]
 
+_atexit.register(_core._stop_log)  # after what is registered later
 # While the interpreter still works: threads of ours end, and peers that wait for this process learn that it goes.
 _atexit.register(_core._close_all)

@@ -400,6 +400,11 @@ def run_command(program: list[str], arguments: list[str]) -> int:
     Does what `turnout ARGUMENTS` does and returns its exit status. program: words that start it again, once per rank.
     """
 
+def _stop_log() -> None:
+    """
+    Hands on what was logged; later lines go to stderr: at the exit of the interpreter.
+    """
+
 def _close_all() -> None:
     """
     Closes what is open and waits for calls under way: at the exit of the interpreter.
