@@ -143,7 +143,15 @@ void follow_log_level() {
   static LogLevel followed = most_of_environment();  // the interpreter's lock guards it
   const nb::handle logging = imported_module("logging");
   if (!logging.is_valid()) return;
-  const int level = nb::cast<int>(logging.attr("getLogger")("turnout").attr("getEffectiveLevel")());
+  int level = 30;
+  try {
+    // Another thread may be importing it just now.
+    const nb::object get_logger = nb::getattr(logging, "getLogger", nb::none());
+    if (get_logger.is_none()) return;
+    level = nb::cast<int>(get_logger("turnout").attr("getEffectiveLevel")());
+  } catch (nb::python_error&) {
+    return;
+  }
   const LogLevel wanted = level <= 10 ? LogLevel::debug : level <= 20 ? LogLevel::info : level <= 30 ? LogLevel::warn : LogLevel::error;
   const LogLevel most = std::max(wanted, most_of_environment());
   if (most == followed || has_stopped()) return;
