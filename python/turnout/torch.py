@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed
@@ -27,11 +27,13 @@ from torch.nn import functional
 import turnout
 
 from . import _torch_ops
+from .buffer import _unknown_argument
 from .errors import InvalidArgument
 
 __all__ = ["Buffer", "Dispatched", "MoELayer", "combine", "communicator", "dispatch"]
 
 _LAYOUTS = ("rank_major", "expert_major", "expert_slab")
+_WIRES = ("payload", "fp32", "fp8", "rows")
 
 _numbers = itertools.count(1)
 _communicators_of: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -129,6 +131,7 @@ def dispatch(
     mode: str = "auto",
     num_sms: int = 0,
     lane: int = 0,
+    **unknown: NoReturn,
 ) -> Dispatched:
     """Sends each token to the ranks of its experts. Collective, and so is its backward pass (a combine).
 
@@ -138,8 +141,10 @@ def dispatch(
     """
     if not isinstance(buffer, Buffer):
         raise InvalidArgument(f"dispatch: buffer is a {type(buffer).__name__}, but must be a turnout.torch.Buffer: Buffer.from_group makes one")
-    if layout not in _LAYOUTS:
-        raise InvalidArgument(f"dispatch: layout is {layout!r}, but must be one of {', '.join(_LAYOUTS)}")
+    is_number = capacity is None or isinstance(capacity, int)
+    if unknown or not (layout in _LAYOUTS and gradient_wire in _WIRES and is_number and _are_tensors(x, topk_idx, topk_weights)):
+        words = {"layout": (layout, _LAYOUTS), "gradient_wire": (gradient_wire, _WIRES)}
+        _refuse(buffer, dispatch, lane, unknown, {"x": x, "topk_idx": topk_idx, "topk_weights": topk_weights}, words, capacity)
     if topk_weights is not None:
         topk_weights = topk_weights.to(torch.float32)
     got = torch.ops.turnout.dispatch(
@@ -159,22 +164,60 @@ def combine(
     mode: str = "auto",
     num_sms: int = 0,
     lane: int = 0,
+    **unknown: NoReturn,
 ) -> Tensor:
     """Brings rows back to their tokens and adds them: [T, H'] of y's dtype. Collective, and so is its backward pass (a dispatch).
 
     y: [N, H'] or [Le, C, H'], a row for each of sent.x. weights: one per row, applied in fp32 where the sum is made, e.g. sent.topk_weights
     (expert_major and expert_slab). wire: as in turnout.Buffer.combine.
     """
+    if not isinstance(buffer, Buffer):
+        raise InvalidArgument(f"combine: buffer is a {type(buffer).__name__}, but must be the turnout.torch.Buffer of the dispatch")
+    if unknown or not (wire in _WIRES and isinstance(sent, Dispatched) and _are_tensors(y, weights)):
+        _refuse(buffer, combine, lane, unknown, {"y": y, "weights": weights}, {"wire": (wire, _WIRES)}, None, sent)
     if y.shape[:-1] != sent.x.shape[:-1]:
+        buffer._refuse("combine", lane)
         raise InvalidArgument(f"combine: y is {list(y.shape)}, but must have a row for each of sent.x, which is {list(sent.x.shape)}")
     if weights is not None:
         if weights.shape != y.shape[:-1]:
+            buffer._refuse("combine", lane)
             raise InvalidArgument(f"combine: weights are {list(weights.shape)}, but must be {list(y.shape[:-1])}, one for each row of y")
         weights = weights.to(torch.float32)
     out, _ = torch.ops.turnout.combine(
         y, sent.handle, weights, None, buffer._number, sent.num_tokens, sent.num_topk, sent.has_tail, wire, mode, num_sms, lane
     )
     return out
+
+
+def _are_tensors(*arguments: Any) -> bool:
+    for argument in arguments:
+        if argument is not None and not (isinstance(argument, Tensor) and argument.device.type != "meta"):
+            return False
+    return arguments[0] is not None
+
+
+def _refuse(
+    buffer: Buffer, call: Any, lane: int, unknown: dict[str, Any], tensors: dict[str, Any], words: dict[str, Any], capacity: Any, sent: Any = None
+) -> NoReturn:
+    """Tells the other ranks, which would wait else, and raises what is wrong with an argument that an operator could not even be given."""
+    name = call.__name__
+    buffer._refuse(name, lane)
+    if unknown:
+        raise _unknown_argument(call, name, unknown)
+    for argument, tensor in tensors.items():
+        if tensor is None and argument.endswith("weights"):
+            continue
+        if not isinstance(tensor, Tensor):
+            kind = f"a {type(tensor).__module__}.{type(tensor).__qualname__}".replace("builtins.", "")
+            raise InvalidArgument(f"{name}: {argument} is {kind}, but must be a torch.Tensor: torch.as_tensor({argument}) makes one")
+        if tensor.device.type == "meta":
+            raise InvalidArgument(f"{name}: {argument} is a tensor of device meta, which has no rows, but must be on the CPU or a GPU")
+    for argument, (word, known) in words.items():
+        if word not in known:
+            raise InvalidArgument(f"{name}: {argument} is {word!r}, but must be one of {', '.join(map(repr, known))}")
+    if call is combine:
+        raise InvalidArgument(f"combine: sent is of type {type(sent).__name__}, but must be what dispatch() gave")
+    raise InvalidArgument(f"{name}: capacity is {capacity!r} ({type(capacity).__name__}), but must be a whole number or None")
 
 
 class MoELayer(nn.Module):

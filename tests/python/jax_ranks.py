@@ -55,6 +55,12 @@ def over_mesh(address, rank, num_processes):
 
     check(apply, arrays, expected, num_ranks)
     buffer.close()
+    try:
+        tj.Buffer(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("expert",)), "expert", **CONFIG)  # all of process 0
+    except turnout.InvalidArgument as error:
+        assert rank != 0 and "no device of this process" in str(error), error
+    else:
+        assert rank == 0
 
 
 def of_a_launcher():
