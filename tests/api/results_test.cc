@@ -317,5 +317,18 @@ TEST(Results, TheFirstOneWithoutALeaseIsLogged) {
   support::expect_says(lines[0], {"warn: dispatch: no lease was free", "4096", "receive_bytes", "num_fresh_results()"});
 }
 
+TEST(Log, ACallbackOfTheCallersGetsTheLevelsThatItAsksFor) {
+  for (const LogLevel most : {LogLevel::warn, LogLevel::info, LogLevel::debug}) {
+    std::vector<std::string> lines;  // the log calls back one at a time
+    set_log_callback([&](LogLevel level, std::string_view text, int rank) { lines.push_back(util::line_of(level, text, rank)); }, most);
+    run_virtual_ranks(2, [](Communicator& comm) { Buffer(comm, small_config()); });
+    set_log_callback({});
+    ASSERT_EQ(lines.size(), most == LogLevel::warn ? 0u : most == LogLevel::info ? 1u : 3u);
+    if (most == LogLevel::warn) continue;
+    support::expect_says(lines[0], {"turnout [rank 0] info: 2 ranks over "});
+    if (most == LogLevel::debug) support::expect_says(lines[2], {"debug: Buffer: 6 experts, 4 tokens of 8 fp32", "KiB of symmetric memory"});
+  }
+}
+
 }  // namespace
 }  // namespace turnout::testing
