@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 import time
@@ -92,6 +93,23 @@ def test_a_process_for_each_gpu_of_a_launcher():
     command = [sys.executable, "-m", "turnout", "launch", "-n", "2", "--timeout", "100", "--", sys.executable, str(program), "one"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cuda,cpu"})
     assert done.returncode == 0 and done.stdout.count("ok\n") == 2, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two GPUs")
+def test_a_mesh_of_two_processes():
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        address = f"localhost:{listener.getsockname()[1]}"
+    program = pathlib.Path(__file__).with_name("jax_ranks.py")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(program), "mesh", address, str(rank), "2"], env=os.environ | {"JAX_PLATFORMS": "cuda,cpu"}, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=100)[0] for process in processes]
+    assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
 
 
 @pytest.mark.parametrize("tokens", [128, 4096])
