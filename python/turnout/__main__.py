@@ -19,6 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # The command's own code runs outside of the interpreter, which would not see Ctrl-C before it is back.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.stdout.flush()
+    _core._stop_log()  # its lines are for stderr, in order with what it prints itself
     return _core.run_command([sys.executable, "-m", "turnout"], words)
 
 
