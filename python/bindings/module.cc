@@ -15,6 +15,7 @@ NB_MODULE(_core, m) {
   bind_communicator(m);
   bind_handle(m);
   bind_results(m);
+  bind_bound(m);
   bind_buffer(m);
   bind_jax(m);
   bind_tools(m);

@@ -11,6 +11,8 @@ import atexit as _atexit
 from . import _core
 from ._core import (
     Array,
+    BoundCombine,
+    BoundDispatch,
     CombineResult,
     Communicator,
     DispatchResult,
@@ -26,6 +28,8 @@ from .errors import Error, InvalidArgument, PeerFailed, PeerTimeout, TransportEr
 
 __all__ = [
     "Array",
+    "BoundCombine",
+    "BoundDispatch",
     "Buffer",
     "CombineResult",
     "Communicator",

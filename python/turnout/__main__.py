@@ -1,4 +1,4 @@
-"""python -m turnout: the command `turnout`, in this process; and deep-ep, which is of Python alone."""
+"""python -m turnout: the command `turnout`, in this process; and deep-ep and bench-host, which are of Python alone."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from ._deep_ep_shim import main as deep_ep
 
         return deep_ep(words[1:])
+    if words[:1] == ["bench-host"]:
+        from ._bench_host import main as bench_host
+
+        return bench_host(words[1:])
     from . import _core
 
     # The command's own code runs outside of the interpreter, which would not see Ctrl-C before it is back.

@@ -26,7 +26,7 @@ from torch.nn import functional
 
 import turnout
 
-from . import _torch_ops
+from . import _core, _torch_direct, _torch_ops
 from .buffer import _unknown_argument
 from .errors import InvalidArgument
 
@@ -57,17 +57,25 @@ def communicator(group: Any = None, **options: Any) -> turnout.Communicator:
     return turnout.Communicator.from_store(group.get_group_store(), rank, group.size(), f"turnout.torch.{number}", **options)
 
 
+_current_device = getattr(torch._C, "_cuda_getDevice", None)
+
+
 class _CachingAllocator:
     """Memory of torch's caching allocator, so that results and tensors share one pool."""
+
+    #: What is given back goes to nobody before the stream that it was allocated for has done with it.
+    stream_ordered = True
 
     def __init__(self, device: int) -> None:
         self.device = device
 
     def allocate(self, num_bytes: int, stream: int) -> int:
+        if _current_device is not None and _current_device() == self.device:
+            return torch._C._cuda_cudaCachingAllocator_raw_alloc(num_bytes, stream)  # what caching_allocator_alloc ends in
         return torch.cuda.caching_allocator_alloc(num_bytes, self.device, stream)
 
     def deallocate(self, address: int, num_bytes: int) -> None:
-        torch.cuda.caching_allocator_delete(address)
+        torch._C._cuda_cudaCachingAllocator_raw_delete(address)
 
 
 class Buffer(turnout.Buffer):
@@ -118,6 +126,34 @@ class Dispatched:
     has_tail: bool  #: a capacity was given: there may be rows that nothing came for
 
 
+class _Sent(Dispatched):
+    """What a call gave that nobody watched: tensors are made when they are first asked for."""
+
+    _result: Any
+
+    def __init__(self, call: _torch_direct.Call, rows: Tensor, weights: Tensor | None, topk_idx: Tensor) -> None:
+        num_tokens, num_topk = topk_idx.shape
+        fields = self.__dict__
+        fields.update(x=rows, num_tokens=num_tokens, num_topk=num_topk, layout=call.layout, has_tail=call.capacity is not None, _result=call.result)
+        if weights is not None:
+            fields["topk_weights"] = weights
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name == "handle":
+            made = _core.token_of(self._result.handle, True)
+        elif name in _LATER:
+            made = getattr(self._result, name)
+            if made is None:
+                made = self.x.new_empty(0, dtype=torch.float32 if name == "topk_weights" else torch.int32)
+        else:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self.__dict__[name] = made
+        return made
+
+
+_LATER = frozenset(("topk_weights", "topk_idx", "expert_counts", "expert_offsets", "sorted_rows", "num_rows"))
+
+
 def dispatch(
     buffer: Buffer,
     x: Tensor,
@@ -145,8 +181,11 @@ def dispatch(
     if unknown or not (layout in _LAYOUTS and gradient_wire in _WIRES and is_number and _are_tensors(x, topk_idx, topk_weights)):
         words = {"layout": (layout, _LAYOUTS), "gradient_wire": (gradient_wire, _WIRES)}
         _refuse(buffer, dispatch, lane, unknown, {"x": x, "topk_idx": topk_idx, "topk_weights": topk_weights}, words, capacity)
-    if topk_weights is not None:
+    if topk_weights is not None and topk_weights.dtype is not torch.float32:
         topk_weights = topk_weights.to(torch.float32)
+    if not _torch_direct.is_watched(x):
+        call = _torch_direct.Call(buffer, layout, capacity, expert_alignment, gradient_wire, (mode, num_sms, lane))
+        return _Sent(call, *_torch_direct.dispatch(call, x, topk_idx, topk_weights), topk_idx)
     got = torch.ops.turnout.dispatch(
         x, topk_idx, topk_weights, buffer._number, layout, -1 if capacity is None else capacity, expert_alignment, gradient_wire, mode,
         num_sms, lane,
@@ -182,7 +221,10 @@ def combine(
         if weights.shape != y.shape[:-1]:
             buffer._refuse("combine", lane)
             raise InvalidArgument(f"combine: weights are {list(weights.shape)}, but must be {list(y.shape[:-1])}, one for each row of y")
-        weights = weights.to(torch.float32)
+        if weights.dtype is not torch.float32:
+            weights = weights.to(torch.float32)
+    if type(sent) is _Sent and not _torch_direct.is_watched(y):
+        return _torch_direct.differentiable_combine(buffer, y, sent._result.handle, weights, sent.has_tail, wire, (mode, num_sms, lane))
     out, _ = torch.ops.turnout.combine(
         y, sent.handle, weights, None, buffer._number, sent.num_tokens, sent.num_topk, sent.has_tail, wire, mode, num_sms, lane
     )
