@@ -31,8 +31,8 @@ Holder issue_call(BufferHolder& self, const Given& given, std::initializer_list<
   Call<Args> call{{}, {}, nb::steal<nb::list>(nb::handle()), true};
   read_or_refuse(call, self, *buffer, given);
   const auto unlocked_issue = [&] {
-    const nb::gil_scoped_release unlocked;
     const UnderWay under_way;
+    const nb::gil_scoped_release unlocked;
     const AllocatingFor stream(call.context.stream);
     return issue(*buffer, call.args);
   };
@@ -65,8 +65,8 @@ void make_buffer(BufferHolder* self, CommunicatorHolder& holder, nb::dict fields
   }
   std::shared_ptr<Buffer> made;
   {
-    const nb::gil_scoped_release unlocked;
     const UnderWay call;
+    const nb::gil_scoped_release unlocked;
     try {
       made = std::make_shared<Buffer>(*communicator, config, own.get());
     } catch (const InvalidArgument&) {
@@ -88,15 +88,15 @@ void make_buffer(BufferHolder* self, CommunicatorHolder& holder, nb::dict fields
 template <auto method>
 void simple_call(BufferHolder& self) {
   const std::shared_ptr<Buffer> buffer = self.buffer.get();
-  const nb::gil_scoped_release unlocked;
   const UnderWay call;
+  const nb::gil_scoped_release unlocked;
   ((*buffer).*method)();
 }
 
 void close(BufferHolder& self) {
   if (!self.buffer.is_here()) return;
   const std::shared_ptr<Buffer> buffer = self.buffer.get();
-  const nb::gil_scoped_release unlocked;
+  const Unlocked unlocked;
   buffer->close();
 }
 

@@ -86,8 +86,8 @@ inline PendingCombine issue(Buffer& buffer, const CombineArgs& args) { return bu
 
 template <class Args>
 void refuse(Buffer& buffer, int lane) {
-  const nb::gil_scoped_release unlocked;
   const UnderWay call;
+  const nb::gil_scoped_release unlocked;
   refuse_quietly<Args>(buffer, lane);
 }
 
@@ -110,8 +110,8 @@ void keep_for_stream(const BufferHolder& buffer, void* native, nb::handle stream
 /// Runs the call without the interpreter's lock.
 template <class Args>
 auto run_unlocked(Buffer& buffer, const Args& args, void* stream) {
-  const nb::gil_scoped_release unlocked;
   const UnderWay under_way;
+  const nb::gil_scoped_release unlocked;
   const AllocatingFor allocating(stream);
   return run(buffer, args);
 }
