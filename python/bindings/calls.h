@@ -21,7 +21,7 @@ struct BufferHolder {
   BufferHolder(std::shared_ptr<Allocator> given, std::shared_ptr<Buffer> made)
       : allocator(std::move(given)), buffer("Buffer", std::move(made)), device(buffer.get()->config().device) {}
   ~BufferHolder() {
-    const nb::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     buffer.reset();
   }
   std::shared_ptr<Allocator> allocator;
