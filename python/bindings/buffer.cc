@@ -30,7 +30,7 @@ struct BufferHolder {
   BufferHolder(std::shared_ptr<Allocator> given, std::shared_ptr<Buffer> made)
       : allocator(std::move(given)), buffer("Buffer", std::move(made)), device(buffer.get()->config().device) {}
   ~BufferHolder() {
-    const nb::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     buffer.reset();
   }
   std::shared_ptr<Allocator> allocator;
@@ -138,8 +138,8 @@ PendingCombine issue(Buffer& buffer, const CombineArgs& args) { return buffer.co
 
 template <class Args>
 void refuse(Buffer& buffer, int lane) {
-  const nb::gil_scoped_release unlocked;
   const UnderWay call;
+  const nb::gil_scoped_release unlocked;
   refuse_quietly<Args>(buffer, lane);
 }
 
@@ -179,8 +179,8 @@ Holder run_call(BufferHolder& self, const Given& given, std::initializer_list<nb
   Call<Args> call{{}, {}, nb::steal<nb::list>(nb::handle()), false};
   read_or_refuse(call, self, *buffer, given);
   const auto unlocked_run = [&] {
-    const nb::gil_scoped_release unlocked;
     const UnderWay under_way;
+    const nb::gil_scoped_release unlocked;
     const AllocatingFor stream(call.context.stream);
     return run(*buffer, call.args);
   };
@@ -195,8 +195,8 @@ Holder issue_call(BufferHolder& self, const Given& given, std::initializer_list<
   Call<Args> call{{}, {}, nb::steal<nb::list>(nb::handle()), true};
   read_or_refuse(call, self, *buffer, given);
   const auto unlocked_issue = [&] {
-    const nb::gil_scoped_release unlocked;
     const UnderWay under_way;
+    const nb::gil_scoped_release unlocked;
     const AllocatingFor stream(call.context.stream);
     return issue(*buffer, call.args);
   };
@@ -229,8 +229,8 @@ void make_buffer(BufferHolder* self, CommunicatorHolder& holder, nb::dict fields
   }
   std::shared_ptr<Buffer> made;
   {
-    const nb::gil_scoped_release unlocked;
     const UnderWay call;
+    const nb::gil_scoped_release unlocked;
     try {
       made = std::make_shared<Buffer>(*communicator, config, own.get());
     } catch (const InvalidArgument&) {
@@ -252,15 +252,15 @@ void make_buffer(BufferHolder* self, CommunicatorHolder& holder, nb::dict fields
 template <auto method>
 void simple_call(BufferHolder& self) {
   const std::shared_ptr<Buffer> buffer = self.buffer.get();
-  const nb::gil_scoped_release unlocked;
   const UnderWay call;
+  const nb::gil_scoped_release unlocked;
   ((*buffer).*method)();
 }
 
 void close(BufferHolder& self) {
   if (!self.buffer.is_here()) return;
   const std::shared_ptr<Buffer> buffer = self.buffer.get();
-  const nb::gil_scoped_release unlocked;
+  const Unlocked unlocked;
   buffer->close();
 }
 
