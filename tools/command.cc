@@ -97,11 +97,17 @@ void add_demo(CLI::App& app, tools::DemoOptions& o) {
 }
 
 void add_selftest(CLI::App& app, tools::SelftestOptions& o) {
-  CLI::App* c = app.add_subcommand("selftest", "Every mode, layout, size and wire against the reference, on small shapes");
-  whole(c, "-n,--ranks", o.ranks, 1, tools::kMostRanks, kRanksHelp)->capture_default_str();
-  c->add_option("--placement", o.placement, "processes or threads")->capture_default_str();
+  CLI::App* c =
+      app.add_subcommand("selftest", "Every mode, layout, size, dtype, wire and way to call against the reference, then speed beside its limit");
+  whole(c, "-n,--ranks", o.ranks, 1, tools::kMostRanks, std::string(kRanksHelp) + "; default: one per GPU, or 2 to 4 on a CPU");
+  c->add_option("--placement", o.placement, "processes or threads; default: processes, or threads where all share a GPU");
   c->add_option("--transport", o.transport, "auto, shm, inproc")->capture_default_str();
-  add_device(c, o.device);
+  c->add_option("--device", o.device, "auto: GPUs where all ranks have them, else cpu; cpu; cuda (rank r on GPU r modulo their number), cuda:N")
+      ->capture_default_str();
+  seconds(c, "--seconds", o.seconds, 0, 60, "Time for each operation that is timed; 0: none is")->capture_default_str();
+  c->add_option("--max-ratio", o.max_ratio, "Fail where a throughput call takes more than this many times its limit; default: never")
+      ->check(CLI::PositiveNumber);
+  c->add_flag("--corrupt", o.corrupt, "Change one bit of a row on its way: the comparison must fail");
   c->add_option("--json", o.json, "Write the report here (- is standard output)");
   c->add_flag("-v,--verbose", o.verbose, "Name every case");
 }

@@ -30,7 +30,6 @@ struct DispatchArgs {
   TensorView topk_weights{};       ///< [T, K] fp32 or bf16 dense; optional. Not with `handle` (its weights are used again).
   std::vector<TensorView> side{};  ///< up to 16 [T, w] arrays that travel with the rows (scales), last stride 1
   const Handle* handle = nullptr;  ///< reuse this routing: no counting. Layout, capacity and alignment are its: left out, or the same
-
   Mode mode = Mode::automatic;
   Layout layout = Layout::rank_major;
   /// Absent: exact (the host waits for the counts; never fails for size). Given: rows per receiving rank, padding
@@ -45,7 +44,8 @@ struct DispatchArgs {
   Receive receive = Receive::deferred;  ///< of dispatch_async
   int num_sms = 0;                      ///< GPU: most multiprocessors that the call takes; 0: as many as it gains from
   OnFailure on_failure = OnFailure::raise;
-  int lane = 0;  ///< one that is not there raises on all ranks; if there are several, they stay aborted until recover()
+  bool zero_tail = false;  ///< with a capacity: what nothing came for becomes 0 in rows, scales, side arrays and weights
+  int lane = 0;            ///< one that is not there raises on all ranks; if there are several, they stay aborted until recover()
   Stream stream{};
 };
 

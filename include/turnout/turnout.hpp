@@ -6,5 +6,6 @@
 #include "turnout/config.h"
 #include "turnout/error.h"
 #include "turnout/handle.h"
+#include "turnout/log.h"
 #include "turnout/tensor.h"
 #include "turnout/types.h"

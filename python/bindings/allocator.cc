@@ -14,7 +14,7 @@ thread_local void* stream_of_call = nullptr;
 
 class PythonAllocator final : public Allocator {
  public:
-  explicit PythonAllocator(nb::object object) : object_(object.release().ptr()) {}
+  PythonAllocator(nb::object object, bool is_stream_ordered) : object_(object.release().ptr()), is_stream_ordered_(is_stream_ordered) {}
   ~PythonAllocator() override { drop(object_); }
 
   void* allocate(size_t num_bytes) override {
@@ -37,9 +37,11 @@ class PythonAllocator final : public Allocator {
       error.discard_as_unraisable("turnout: deallocate of an allocator");
     }
   }
+  bool is_stream_ordered() const noexcept override { return is_stream_ordered_; }
 
  private:
   PyObject* const object_;
+  const bool is_stream_ordered_;
 };
 
 }  // namespace
@@ -50,7 +52,8 @@ std::shared_ptr<Allocator> allocator_of(nb::object object) {
     throw InvalidArgument("Buffer: allocator is " + describe(object) +
                           ", but must have allocate(num_bytes, stream), which returns an address, and deallocate(address, num_bytes)");
   }
-  return std::make_shared<PythonAllocator>(std::move(object));
+  const bool is_stream_ordered = nb::hasattr(object, "stream_ordered") && nb::cast<bool>(object.attr("stream_ordered"));
+  return std::make_shared<PythonAllocator>(std::move(object), is_stream_ordered);
 }
 
 AllocatingFor::AllocatingFor(void* stream) { stream_of_call = stream; }

@@ -3,6 +3,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "bindings/dlpack.h"
+#include "bindings/exchange.h"
 #include "bindings/tensor.h"
 #include "turnout/error.h"
 
@@ -50,6 +52,11 @@ int64_t integer_of(nb::handle number, const char* argument, int64_t least, int64
 }
 
 int int_of(nb::handle number, const char* argument) { return static_cast<int>(integer_of(number, argument, INT32_MIN, INT32_MAX)); }
+
+bool bool_of(nb::handle value, const char* argument) {
+  if (!PyBool_Check(value.ptr())) refuse(argument, value, "True or False");
+  return value.is(nb::handle(Py_True));
+}
 
 std::vector<int> ints_of(nb::handle numbers, const char* argument) {
   std::vector<int> values;
@@ -110,10 +117,13 @@ Device device_of(nb::handle device, const char* argument) {
   refuse(argument, device, wanted);
 }
 
-namespace {
-
 void* current_stream(Framework inputs, Device device) {
+  if (device.kind != DeviceKind::cuda) return nullptr;
   if (inputs == Framework::torch) {
+    void* current = nullptr;
+    const dlpack::ExchangeApi* const api = dlpack::torch_exchange();
+    if (api && api->current_stream(dlpack::kCuda, device.index, &current) == 0) return current;
+    PyErr_Clear();
     // What torch's own generated code asks: an integer, without making a Stream object.
     static const nb::handle ask = forever(nb::module_::import_("torch").attr("_C").attr("_cuda_getCurrentRawStream"));
     const nb::object stream = ask(device.index);
@@ -125,10 +135,8 @@ void* current_stream(Framework inputs, Device device) {
   return PyLong_AsVoidPtr(stream.ptr());
 }
 
-}  // namespace
-
 Stream stream_of(nb::handle stream, Framework inputs, Device device, const char* argument) {
-  if (stream.is_none()) return {device.kind == DeviceKind::cuda ? current_stream(inputs, device) : nullptr};
+  if (stream.is_none()) return {current_stream(inputs, device)};
   nb::object number = nb::borrow(stream);
   if (nb::hasattr(stream, "cuda_stream")) number = stream.attr("cuda_stream");
   else if (nb::hasattr(stream, "__cuda_stream__")) number = stream.attr("__cuda_stream__")()[1];

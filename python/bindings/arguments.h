@@ -23,6 +23,7 @@ Enum enum_of(nb::handle word, const char* const* words, const char* argument) {
 /// A whole number. Throws: InvalidArgument naming the argument.
 int64_t integer_of(nb::handle number, const char* argument, int64_t least = INT64_MIN, int64_t most = INT64_MAX);
 int int_of(nb::handle number, const char* argument);
+bool bool_of(nb::handle value, const char* argument);
 std::vector<int> ints_of(nb::handle numbers, const char* argument);
 
 /// Seconds, or a timedelta.
@@ -33,6 +34,9 @@ DType dtype_argument(nb::handle dtype, const char* argument);
 
 /// 'cpu', 'cuda', 'cuda:1', torch.device(...), or the number of a GPU.
 Device device_of(nb::handle device, const char* argument);
+
+/// The current stream of a framework whose arrays are on a GPU; null where it has none, and for a CPU.
+void* current_stream(Framework framework, Device device);
 
 /// None: the current stream of the framework that `inputs` are of, else the default stream. Else an integer, or an object with
 /// cuda_stream (torch), ptr (CuPy) or __cuda_stream__.

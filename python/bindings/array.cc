@@ -5,6 +5,7 @@
 
 #include "bindings/dlpack.h"
 #include "bindings/errors.h"
+#include "bindings/exchange.h"
 #include "bindings/lifetime.h"
 #include "bindings/tensor.h"
 
@@ -56,9 +57,10 @@ nb::object to_numpy(const TensorView& view, const std::shared_ptr<void>& owner) 
   return nb::steal(made);
 }
 
-/// Memory of a capsule: freed by whoever takes it, on any thread, with or without the interpreter's lock.
+/// Memory that others take, a Managed or a ManagedVersioned: freed by whoever took it, on any thread, with or without the interpreter's lock.
+template <class Managed>
 struct Exported {
-  dlpack::Managed managed;
+  Managed managed{};
   std::array<int64_t, 3> shape, strides;
   std::shared_ptr<void> owner;
 };
@@ -80,8 +82,9 @@ dlpack::DataType dlpack_dtype(DType dtype, bool fp8_as_bytes) {
   }
 }
 
-nb::object to_capsule(const TensorView& view, const std::shared_ptr<void>& owner, bool fp8_as_bytes) {
-  auto exported = std::make_unique<Exported>();
+template <class Managed>
+std::unique_ptr<Exported<Managed>> export_view(const TensorView& view, const std::shared_ptr<void>& owner, bool fp8_as_bytes) {
+  auto exported = std::make_unique<Exported<Managed>>();
   exported->shape = view.shape;
   exported->strides = view.strides;
   exported->owner = owner;
@@ -94,7 +97,12 @@ nb::object to_capsule(const TensorView& view, const std::shared_ptr<void>& owner
   t.strides = exported->strides.data();
   t.byte_offset = 0;
   exported->managed.context = exported.get();
-  exported->managed.deleter = [](dlpack::Managed* managed) { delete static_cast<Exported*>(managed->context); };
+  exported->managed.deleter = [](Managed* managed) { delete static_cast<Exported<Managed>*>(managed->context); };
+  return exported;
+}
+
+nb::object to_capsule(const TensorView& view, const std::shared_ptr<void>& owner, bool fp8_as_bytes) {
+  auto exported = export_view<dlpack::Managed>(view, owner, fp8_as_bytes);
   nb::object capsule = nb::steal(PyCapsule_New(&exported->managed, dlpack::kName, [](PyObject* self) {
     if (!PyCapsule_IsValid(self, dlpack::kName)) return;  // somebody took it
     auto* const managed = static_cast<dlpack::Managed*>(PyCapsule_GetPointer(self, dlpack::kName));
@@ -105,11 +113,23 @@ nb::object to_capsule(const TensorView& view, const std::shared_ptr<void>& owner
   return capsule;
 }
 
-nb::object to_torch(const TensorView& view, const std::shared_ptr<void>& owner) {
+nb::object new_tensor(const TensorView& view, const std::shared_ptr<void>& owner) {
+  if (const dlpack::ExchangeApi* const api = dlpack::torch_exchange()) {
+    auto exported = export_view<dlpack::ManagedVersioned>(view, owner, /*fp8_as_bytes=*/true);
+    exported->managed.version = {1, 0};
+    void* made = nullptr;
+    if (api->object_of(&exported->managed, &made) != 0) throw nb::python_error();
+    exported.release();
+    return nb::steal(static_cast<PyObject*>(made));
+  }
   // What torch.utils.dlpack.from_dlpack ends in for a capsule; it costs half as much.
   static const nb::handle from_dlpack = forever(nb::module_::import_("torch").attr("_C").attr("_from_dlpack"));
+  return from_dlpack(to_capsule(view, owner, /*fp8_as_bytes=*/true));
+}
+
+nb::object to_torch(const TensorView& view, const std::shared_ptr<void>& owner) {
   const bool is_fp8 = view.dtype == DType::fp8_e4m3 || view.dtype == DType::fp8_e5m2 || view.dtype == DType::ue8m0;
-  const nb::object tensor = from_dlpack(to_capsule(view, owner, /*fp8_as_bytes=*/true));
+  const nb::object tensor = new_tensor(view, owner);
   return is_fp8 ? tensor.attr("view")(torch_dtype(view.dtype)) : tensor;
 }
 

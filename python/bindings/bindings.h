@@ -12,6 +12,7 @@ void bind_array(nb::module_& m);
 void bind_communicator(nb::module_& m);
 void bind_handle(nb::module_& m);
 void bind_results(nb::module_& m);
+void bind_bound(nb::module_& m);
 void bind_buffer(nb::module_& m);
 void bind_jax(nb::module_& m);
 void bind_tools(nb::module_& m);

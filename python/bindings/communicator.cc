@@ -5,6 +5,7 @@
 
 #include "bindings/arguments.h"
 #include "bindings/errors.h"
+#include "bindings/log.h"
 #include "bindings/store.h"
 #include "bindings/tensor.h"
 #include "turnout/communicator.h"
@@ -14,6 +15,7 @@ namespace turnout::python {
 namespace {
 
 CommunicatorOptions options_of(const char* transport, nb::handle node_of_rank, nb::handle timeout, uint64_t scheduler_seed) {
+  follow_log_level();
   CommunicatorOptions options;
   options.transport = transport;
   options.node_of_rank = ints_of(node_of_rank, "Communicator: node_of_rank");
@@ -26,8 +28,8 @@ CommunicatorHolder hold(Communicator communicator) { return CommunicatorHolder(s
 
 CommunicatorHolder from_env(const char* transport, nb::object node_of_rank, nb::object timeout) {
   const CommunicatorOptions options = options_of(transport, node_of_rank, timeout, 0);
-  const nb::gil_scoped_release unlocked;
   const UnderWay call;
+  const nb::gil_scoped_release unlocked;
   return hold(Communicator::from_env(options));
 }
 
@@ -36,8 +38,8 @@ CommunicatorHolder from_store(nb::object store, int rank, int num_ranks, const c
   const CommunicatorOptions options = options_of(transport, node_of_rank, timeout, 0);
   const std::string named = name;
   std::shared_ptr<Store> made = store_of(std::move(store));
-  const nb::gil_scoped_release unlocked;
   const UnderWay call;
+  const nb::gil_scoped_release unlocked;
   return hold(Communicator::from_store(std::move(made), rank, num_ranks, named, options));
 }
 
@@ -53,8 +55,8 @@ nb::list all_gather(CommunicatorHolder& self, nb::handle data) {
   PyBuffer_Release(&mine);
   std::vector<std::vector<std::byte>> all;
   {
-    const nb::gil_scoped_release unlocked;
     const UnderWay call;
+    const nb::gil_scoped_release unlocked;
     all = communicator->all_gather(bytes);
   }
   nb::list result;
@@ -64,8 +66,8 @@ nb::list all_gather(CommunicatorHolder& self, nb::handle data) {
 
 void barrier(CommunicatorHolder& self) {
   const auto communicator = self.communicator.get();
-  const nb::gil_scoped_release unlocked;
   const UnderWay call;
+  const nb::gil_scoped_release unlocked;
   communicator->barrier();
 }
 
@@ -73,13 +75,13 @@ CommunicatorHolder sub_group(CommunicatorHolder& self, nb::object members, const
   const auto communicator = self.communicator.get();
   const std::vector<int> ranks = ints_of(members, "sub_group: members");
   const std::string named = name;
-  const nb::gil_scoped_release unlocked;
   const UnderWay call;
+  const nb::gil_scoped_release unlocked;
   return hold(communicator->sub_group(ranks, named));
 }
 
 void close(CommunicatorHolder& self) {
-  const nb::gil_scoped_release unlocked;
+  const Unlocked unlocked;
   self.communicator.reset();
 }
 
@@ -120,8 +122,8 @@ nb::list virtual_ranks(int num_ranks, nb::object body, const char* transport, nb
   std::vector<nb::object> results(static_cast<size_t>(std::max(num_ranks, 0))), failures(results.size());
   std::exception_ptr trouble;
   {
-    const nb::gil_scoped_release unlocked;
     const UnderWay call;
+    const nb::gil_scoped_release unlocked;
     try {
       run_virtual_ranks(
           num_ranks,
@@ -154,7 +156,7 @@ CommunicatorHolder::CommunicatorHolder(Communicator made) : communicator("Commun
 }
 
 void CommunicatorHolder::close_buffers() {
-  const nb::gil_scoped_release unlocked;
+  const Unlocked unlocked;
   for (const auto& buffer : buffers) {
     if (const auto open = buffer.lock()) open->close();
   }

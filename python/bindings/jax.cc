@@ -3,6 +3,9 @@
 // A program that XLA compiled has arrays and constants. So a Buffer goes in by number, the rank's own one is found by the device that the
 // program runs on, and a routing comes out as two numbers. XLA frees an array without telling anybody, so the routings of the last calls
 // are kept in a ring. Handlers run on threads of XLA's without the interpreter's lock, and write into memory of XLA's.
+//
+// On a GPU all of it is work on XLA's stream, and the host is ahead, but for one thing: which routing a combine or a second dispatch is of
+// are numbers that the program holds in memory of the GPU, and the host needs them, so it waits for the stream there.
 #include <algorithm>
 #include <cstring>
 #include <map>
@@ -12,6 +15,7 @@
 
 #include "bindings/arguments.h"
 #include "bindings/buffer.h"
+#include "bindings/gpu_stream.h"
 #include "bindings/lifetime.h"
 #include "bindings/tensor.h"
 #include "bindings/xla_ffi.h"
@@ -71,6 +75,12 @@ class Call {
     throw InvalidArgument("turnout.jax: the call has no attribute " + std::string(name) + ": use the functions of turnout.jax, not its targets");
   }
   int small(std::string_view name) const { return static_cast<int>(number(name)); }
+  /// XLA's, on a GPU.
+  void* stream() const {
+    xla::GetStream asked{{sizeof(xla::GetStream), nullptr}, call_.context, nullptr};
+    if (call_.api->get_stream(&asked)) throw InvalidArgument("turnout.jax: XLA does not say on which stream the call runs");
+    return asked.stream;
+  }
   const xla::Array& input(int64_t index) const { return at(call_.inputs, index); }
   const xla::Array& result(int64_t index) const { return at(call_.results, index); }
 
@@ -116,16 +126,43 @@ DType dtype_of(xla::DataType dtype) {
   throw InvalidArgument("turnout.jax: an array is of XLA's type " + std::to_string(dtype) + ", but must be of " + dtype_list());
 }
 
-TensorView view_of(const xla::Array& array) {
+TensorView view_of(const xla::Array& array, Device device = {}) {
   const int64_t* const s = array.shape;
   const DType dtype = dtype_of(array.dtype);
   switch (array.rank) {
-    case 1: return TensorView::dense(array.data, dtype, {s[0]});
-    case 2: return TensorView::dense(array.data, dtype, {s[0], s[1]});
-    case 3: return TensorView::dense(array.data, dtype, {s[0], s[1], s[2]});
+    case 1: return TensorView::dense(array.data, dtype, {s[0]}, device);
+    case 2: return TensorView::dense(array.data, dtype, {s[0], s[1]}, device);
+    case 3: return TensorView::dense(array.data, dtype, {s[0], s[1], s[2]}, device);
     default: throw InvalidArgument("turnout.jax: an array has " + std::to_string(array.rank) + " dimensions, but must have 1 to 3");
   }
 }
+
+/// Where a call runs, and how it writes small results: those of 64 bits become 32, and what a result does not fill gets a filler.
+class Where {
+ public:
+  Where(const Call& call, const Rank& rank, bool on_gpu) : buffer_(rank.buffer.lock()) {
+    if (!buffer_) throw InvalidArgument("the turnout.jax.Buffer of this program is gone: keep it as long as what was compiled with it");
+    device_ = buffer_->config().device;
+    if ((device_.kind == DeviceKind::cuda) != on_gpu) {
+      throw InvalidArgument(std::string("turnout.jax: the program runs on a ") + (on_gpu ? "GPU" : "CPU") +
+                            ", but its Buffer was made for another kind of device: make it for the devices that the program runs on");
+    }
+    if (!on_gpu) return;
+    stream_ = {call.stream()};
+    gpu_.emplace(stream_.native);
+    buffer_->check();  // what went wrong on the GPU in an earlier call
+  }
+  Buffer& buffer() const { return *buffer_; }
+  Stream stream() const { return stream_; }
+  GpuStream* gpu() { return gpu_ ? &*gpu_ : nullptr; }
+  TensorView view(const xla::Array& array) const { return view_of(array, device_); }
+
+ private:
+  std::shared_ptr<Buffer> buffer_;
+  Device device_;
+  Stream stream_;
+  std::optional<GpuStream> gpu_;
+};
 
 /// The values of a dense view in memory of XLA's, which begins with them and goes on with `filler`. Numbers of 64 bits become 32.
 template <class T>
@@ -154,17 +191,30 @@ void clear_tail(const TensorView& rows, const DispatchResult& result) {
   }
 }
 
+/// The same on a GPU, where numbers of 64 bits are taken as twice as many of 32: the program drops the upper ones.
+void copy(GpuStream& gpu, const TensorView& from, const xla::Array& to) {
+  const TensorView room = view_of(to);
+  const size_t there = from.defined() ? static_cast<size_t>(from.num_elements()) * size_of(from.dtype) : 0;
+  gpu.copy(room.data, from.data, std::min(there, static_cast<size_t>(room.num_elements()) * size_of(room.dtype)));
+}
+
 /// Keeps a routing and writes its two numbers.
-void keep(Rank& rank, const Handle& handle, int64_t buffer, const xla::Array& to) {
+void keep(Rank& rank, const Handle& handle, int64_t buffer, const xla::Array& to, GpuStream* gpu) {
   const std::lock_guard lock(rank.mutex);
   rank.last = rank.last == INT32_MAX ? 1 : rank.last + 1;
   rank.ring[static_cast<size_t>(rank.last) % rank.ring.size()] = handle;
   auto* const numbers = static_cast<int32_t*>(to.data);
-  numbers[0] = rank.last, numbers[1] = static_cast<int32_t>(buffer);
+  const int32_t values[2] = {rank.last, static_cast<int32_t>(buffer)};
+  for (int i = 0; i < 2; ++i) {
+    if (gpu) gpu->set(numbers + i, values[i]);
+    else numbers[i] = values[i];
+  }
 }
 
-Handle kept(Rank& rank, int64_t buffer, const xla::Array& numbers) {
-  const auto* const given = static_cast<const int32_t*>(numbers.data);
+Handle kept(Rank& rank, int64_t buffer, const xla::Array& numbers, GpuStream* gpu) {
+  int32_t given[2];
+  if (gpu) gpu->read(given, numbers.data, sizeof given);
+  else std::memcpy(given, numbers.data, sizeof given);
   if (given[1] != static_cast<int32_t>(buffer)) throw InvalidArgument("turnout.jax: this routing is not one of a dispatch of this Buffer");
   const std::lock_guard lock(rank.mutex);
   const int64_t age = int64_t{rank.last} - given[0], size = std::ssize(rank.ring);
@@ -175,47 +225,35 @@ Handle kept(Rank& rank, int64_t buffer, const xla::Array& numbers) {
   return rank.ring[static_cast<size_t>(given[0]) % rank.ring.size()];
 }
 
-/// Fills `args` with what all calls have and what `read(rank, args)` adds; what it cannot take is told to all ranks.
+/// Fills `args` with what all calls have and what `read(args)` adds; what it cannot take is told to all ranks.
 template <class Args, class Read>
-void with_arguments(const Call& call, Rank& rank, Buffer& buffer, Args& args, const Read& read) {
+void with_arguments(const Call& call, const Where& where, Args& args, const Read& read) {
   args.lane = call.small("lane");
   args.mode = static_cast<Mode>(call.number("mode"));
   args.num_sms = call.small("num_sms");
+  args.stream = where.stream();
   try {
-    read(rank, args);
+    read(args);
   } catch (const InvalidArgument&) {
-    refuse_quietly<Args>(buffer, args.lane);
+    refuse_quietly<Args>(where.buffer(), args.lane);
     throw;
   }
 }
 
-std::shared_ptr<Buffer> open_buffer(const Rank& rank) {
-  auto buffer = rank.buffer.lock();
-  if (!buffer) throw InvalidArgument("the turnout.jax.Buffer of this program is gone: keep it as long as what was compiled with it");
-  return buffer;
+/// Memory of XLA's that rows will be written to, 0 where none come: on a GPU before the call, because only the GPU knows how many.
+TensorView rows_out(Where& where, const xla::Array& array) {
+  const TensorView out = where.view(array);
+  if (where.gpu()) where.gpu()->fill(out.data, 0, static_cast<size_t>(out.num_elements()) * size_of(out.dtype));
+  return out;
 }
 
-/// (x, topk_idx[, weights]) -> rows, weights, topk_idx, counts, offsets, sorted_rows, [num_rows, num_dropped], routing
-void dispatch(const Call& call) {
-  const auto rank = call.rank();
-  const auto buffer = open_buffer(*rank);
-  DispatchArgs args;
-  with_arguments(call, *rank, *buffer, args, [&](Rank&, DispatchArgs& a) {
-    a.x = view_of(call.input(0));
-    a.topk_idx = view_of(call.input(1));
-    if (call.number("has_weights")) a.topk_weights = view_of(call.input(2));
-    a.layout = static_cast<Layout>(call.number("layout"));
-    a.capacity = call.number("capacity");
-    a.expert_alignment = call.small("expert_alignment");
-    a.out = view_of(call.result(0));
-  });
-  DispatchResult got = buffer->dispatch(args);
-  clear_tail(args.out, got);
-  const TensorView weights = view_of(call.result(1));
-  copy<float>(got.topk_weights, call.result(1), 0);
-  if (got.topk_weights.defined()) clear_tail(weights, got);
+void write_results(const Call& call, const DispatchResult& got, Layout layout) {
+  if (got.topk_weights.defined()) {
+    copy<float>(got.topk_weights, call.result(1), 0);
+    clear_tail(view_of(call.result(1)), got);
+  }
   copy<int32_t>(got.topk_idx, call.result(2), -1);
-  if (args.layout == Layout::rank_major) {
+  if (layout == Layout::rank_major) {
     const TensorView ids = view_of(call.result(2));
     const int64_t present = *got.num_rows.as<int64_t>() * ids.shape[1];
     std::fill(ids.as<int32_t>() + present, ids.as<int32_t>() + ids.num_elements(), -1);
@@ -226,44 +264,77 @@ void dispatch(const Call& call) {
   auto* const numbers = static_cast<int32_t*>(call.result(6).data);
   numbers[0] = static_cast<int32_t>(*got.num_rows.as<int64_t>());
   numbers[1] = static_cast<int32_t>(*got.num_dropped.as<int64_t>());
-  keep(*rank, got.handle, call.number("buffer"), call.result(7));
+}
+
+void write_results(GpuStream& gpu, const Call& call, const DispatchResult& got) {
+  const TensorView* const arrays[] = {&got.topk_weights, &got.topk_idx, &got.expert_counts, &got.expert_offsets, &got.sorted_rows};
+  for (int64_t i = 0; i < 5; ++i) copy(gpu, *arrays[i], call.result(i + 1));
+  auto* const numbers = static_cast<int32_t*>(call.result(6).data);
+  gpu.copy(numbers, got.num_rows.data, 8);
+  gpu.copy(numbers + 2, got.num_dropped.data, 8);
+}
+
+/// (x, topk_idx[, weights]) -> rows, weights, topk_idx, counts, offsets, sorted_rows, [num_rows, num_dropped], routing
+void dispatch(const Call& call, bool on_gpu) {
+  const auto rank = call.rank();
+  Where where(call, *rank, on_gpu);
+  DispatchArgs args;
+  with_arguments(call, where, args, [&](DispatchArgs& a) {
+    a.x = where.view(call.input(0));
+    a.topk_idx = where.view(call.input(1));
+    if (call.number("has_weights")) a.topk_weights = where.view(call.input(2));
+    a.layout = static_cast<Layout>(call.number("layout"));
+    a.capacity = call.number("capacity");
+    a.expert_alignment = call.small("expert_alignment");
+    a.out = rows_out(where, call.result(0));
+  });
+  const DispatchResult got = where.buffer().dispatch(args);
+  if (where.gpu()) {
+    write_results(*where.gpu(), call, got);
+  } else {
+    clear_tail(args.out, got);
+    write_results(call, got, args.layout);
+  }
+  keep(*rank, got.handle, call.number("buffer"), call.result(7), where.gpu());
 }
 
 /// (x, routing) -> rows, along a known routing
-void dispatch_again(const Call& call) {
+void dispatch_again(const Call& call, bool on_gpu) {
   const auto rank = call.rank();
-  const auto buffer = open_buffer(*rank);
+  Where where(call, *rank, on_gpu);
   DispatchArgs args;
   Handle handle;
-  with_arguments(call, *rank, *buffer, args, [&](Rank& mine, DispatchArgs& a) {
-    a.x = view_of(call.input(0));
-    handle = kept(mine, call.number("buffer"), call.input(1));
+  with_arguments(call, where, args, [&](DispatchArgs& a) {
+    a.x = where.view(call.input(0));
+    handle = kept(*rank, call.number("buffer"), call.input(1), where.gpu());
     a.handle = &handle;
     a.layout = handle.layout();
-    a.out = view_of(call.result(0));
+    a.out = rows_out(where, call.result(0));
   });
-  const DispatchResult got = buffer->dispatch(args);
-  clear_tail(args.out, got);
+  const DispatchResult got = where.buffer().dispatch(args);
+  if (!where.gpu()) clear_tail(args.out, got);
 }
 
 /// (y, routing[, weights][, side]) -> sums, side
-void combine(const Call& call) {
+void combine(const Call& call, bool on_gpu) {
   const auto rank = call.rank();
-  const auto buffer = open_buffer(*rank);
+  Where where(call, *rank, on_gpu);
   CombineArgs args;
   Handle handle;
-  with_arguments(call, *rank, *buffer, args, [&](Rank& mine, CombineArgs& a) {
-    a.y = view_of(call.input(0));
-    handle = kept(mine, call.number("buffer"), call.input(1));
+  with_arguments(call, where, args, [&](CombineArgs& a) {
+    a.y = where.view(call.input(0));
+    handle = kept(*rank, call.number("buffer"), call.input(1), where.gpu());
     a.handle = &handle;
     const bool has_weights = call.number("has_weights") != 0;
-    if (has_weights) a.weights = view_of(call.input(2)), a.apply = CombineWeights::rows;
-    if (call.number("has_side")) a.side = view_of(call.input(has_weights ? 3 : 2));
+    if (has_weights) a.weights = where.view(call.input(2)), a.apply = CombineWeights::rows;
+    if (call.number("has_side")) a.side = where.view(call.input(has_weights ? 3 : 2));
     a.wire = static_cast<Wire>(call.number("wire"));
-    a.out = view_of(call.result(0));
+    a.out = where.view(call.result(0));
   });
-  const CombineResult got = buffer->combine(args);
-  if (args.side.defined()) copy<float>(got.side, call.result(1), 0);
+  const CombineResult got = where.buffer().combine(args);
+  if (!args.side.defined()) return;
+  if (where.gpu()) copy(*where.gpu(), got.side, call.result(1));
+  else copy<float>(got.side, call.result(1), 0);
 }
 
 xla::Error* error_of(const xla::Call& call, xla::ErrorCode code, const char* words) {
@@ -272,7 +343,7 @@ xla::Error* error_of(const xla::Call& call, xla::ErrorCode code, const char* wor
 }
 
 /// A handler: answers what XLA asks when it is registered, and does the call.
-template <auto body>
+template <auto body, bool kOnGpu>
 xla::Error* handler(xla::Call* call) {
   if (call->header.extension && call->header.extension->type == xla::kMetadata) {
     xla::Metadata& answer = *reinterpret_cast<xla::MetadataExtension*>(call->header.extension)->metadata;
@@ -285,7 +356,7 @@ xla::Error* handler(xla::Call* call) {
   if (call->stage != xla::kExecute) return nullptr;
   try {
     const UnderWay under_way;
-    body(Call(*call));
+    body(Call(*call), kOnGpu);
     return nullptr;
   } catch (const InvalidArgument& why) {
     return error_of(*call, xla::kInvalidArgument, why.what());
@@ -300,23 +371,23 @@ xla::Error* handler(xla::Call* call) {
   }
 }
 
-template <auto body>
-nb::capsule capsule_of() {
-  return nb::capsule(reinterpret_cast<const void*>(&handler<body>), "xla._CUSTOM_CALL_TARGET");
-}
-
-nb::dict handlers() {
+template <bool kOnGpu>
+nb::dict handlers_of() {
+  const auto capsule = [](auto* handler) { return nb::capsule(reinterpret_cast<const void*>(handler), "xla._CUSTOM_CALL_TARGET"); };
   nb::dict all;
-  all["turnout_dispatch"] = capsule_of<&dispatch>();
-  all["turnout_dispatch_again"] = capsule_of<&dispatch_again>();
-  all["turnout_combine"] = capsule_of<&combine>();
+  all["turnout_dispatch"] = capsule(&handler<&dispatch, kOnGpu>);
+  all["turnout_dispatch_again"] = capsule(&handler<&dispatch_again, kOnGpu>);
+  all["turnout_combine"] = capsule(&handler<&combine, kOnGpu>);
   return all;
 }
+
+nb::dict handlers(bool on_gpu) { return on_gpu ? handlers_of<true>() : handlers_of<false>(); }
 
 }  // namespace
 
 void bind_jax(nb::module_& m) {
-  m.def("xla_handlers", &handlers, nb::sig("def xla_handlers() -> dict[str, Any]"), "Handlers for jax.ffi.register_ffi_target, by target.");
+  m.def("xla_handlers", &handlers, nb::arg("on_gpu"), nb::sig("def xla_handlers(on_gpu: bool) -> dict[str, Any]"),
+        "Handlers for jax.ffi.register_ffi_target, by target.");
   m.def("xla_register", &register_buffers, nb::arg("buffers"), nb::arg("num_handles"),
         nb::sig("def xla_register(buffers: dict[int, Buffer], num_handles: int) -> int"),
         "The number by which programs find these Buffers, one for each device of this process; the last num_handles routings are kept.");

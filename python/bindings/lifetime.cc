@@ -17,6 +17,7 @@ namespace {
 
 std::atomic<uint64_t> forks{0};
 std::atomic<int> calls{0};
+std::atomic<bool> ends{false};  ///< set with the interpreter's lock
 
 /// What is open in this process.
 struct Open {
@@ -82,7 +83,17 @@ void close_all() {
     // A closed Buffer ends the waits of its calls.
     lock.lock();
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(5);
-    while (calls.load() > 0 && std::chrono::steady_clock::now() < deadline) open.idle.wait_for(lock, std::chrono::milliseconds(10));
+    const auto wait = [&] {
+      while (calls.load() > 0 && std::chrono::steady_clock::now() < deadline) open.idle.wait_for(lock, std::chrono::milliseconds(10));
+    };
+    wait();
+    lock.unlock();
+    {
+      const nb::gil_scoped_acquire locked;
+      ends = true;
+    }
+    lock.lock();
+    wait();  // for those that gave the lock away before
   }
   if (calls.load() > 0) return;  // a thread that does not come back keeps what it uses
   for (auto entry = entries.rbegin(); entry != entries.rend(); ++entry) entry->let_go();
@@ -91,6 +102,10 @@ void close_all() {
 UnderWay::UnderWay() { calls.fetch_add(1, std::memory_order_relaxed); }
 UnderWay::~UnderWay() {
   if (calls.fetch_sub(1) == 1) here.load()->idle.notify_all();
+}
+
+Unlocked::Unlocked() {
+  if (!ends.load()) released_.emplace();
 }
 
 bool can_call_python() noexcept { return Py_IsInitialized() && (PyGILState_Check() || !is_finalizing()); }

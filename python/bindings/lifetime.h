@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "bindings/bindings.h"
@@ -20,13 +21,25 @@ void close_all();
 /// `close` (without the interpreter's lock) and `let_go` (with it) are called once by close_all(), unless `owner` is gone by then.
 void close_at_exit(const std::shared_ptr<void>& owner, std::function<void()> close, std::function<void()> let_go);
 
-/// A call that is under way: no interpreter ends in the middle of it.
+/// A call that is under way: no interpreter ends in the middle of it. Made before the interpreter's lock is released, so that it lasts until
+/// the lock is held again: who asks an interpreter that has ended for its lock is ended itself, in a destructor, which ends the process.
 class UnderWay {
  public:
   UnderWay();
   UnderWay(const UnderWay&) = delete;
   UnderWay& operator=(const UnderWay&) = delete;
   ~UnderWay();
+};
+
+/// Inside, other Python threads run: for destructors and what else may wait a moment. Once close_all() has begun its last part, the lock is
+/// kept: nothing waits for a peer any more, and whoever gives it away may not get it back.
+class Unlocked {
+ public:
+  Unlocked();
+
+ private:
+  UnderWay under_way_;
+  std::optional<nb::gil_scoped_release> released_;
 };
 
 /// Whether this thread may take the interpreter's lock, or has it: once the interpreter ends, nobody else gets it any more.

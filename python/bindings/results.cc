@@ -49,8 +49,8 @@ template <class Holder, class Pending>
 auto wait(PendingHolder<Pending>& self) {
   const auto pending = self.pending.get();
   const auto receive = [&] {
-    const nb::gil_scoped_release unlocked;
     const UnderWay call;
+    const nb::gil_scoped_release unlocked;
     const AllocatingFor stream(self.context.stream);
     return pending->wait();
   };

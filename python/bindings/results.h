@@ -23,7 +23,7 @@ struct Kept {
     drop(out);
     if (!allocator || !PyGILState_Check()) return;
     // Whoever waits for a lock of the library must not hold the interpreter's: the allocator's turn may come meanwhile.
-    const nb::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     result = Result();
   }
 };
@@ -79,7 +79,7 @@ struct PendingHolder {
       : pending("Pending", std::make_shared<Pending>(std::move(made))), context(std::move(given)), inputs(std::move(keep)) {}
   PendingHolder(PendingHolder&&) = default;
   ~PendingHolder() {
-    const nb::gil_scoped_release unlocked;  // one that nobody waited for is waited for now
+    const Unlocked unlocked;  // one that nobody waited for is waited for now
     pending.reset();
   }
 

@@ -5,6 +5,7 @@
 #include "bindings/array.h"
 #include "bindings/dlpack.h"
 #include "bindings/errors.h"
+#include "bindings/exchange.h"
 
 namespace turnout::python {
 
@@ -53,6 +54,24 @@ Input from_numpy(nb::handle array, const Wanted& wanted) {
   return input;
 }
 
+std::optional<DType> dtype_of(const dlpack::DataType& type) {
+  using namespace dlpack;
+  if (type.lanes != 1) return std::nullopt;
+  const auto is = [&](uint8_t code, int bits) { return type.code == code && type.bits == bits; };
+  if (is(kUInt, 8)) return DType::u8;
+  if (is(kInt, 8)) return DType::i8;
+  if (is(kInt, 32)) return DType::i32;
+  if (is(kInt, 64)) return DType::i64;
+  if (is(kFloat, 16)) return DType::fp16;
+  if (is(kFloat, 32)) return DType::fp32;
+  if (is(kFloat, 64)) return DType::fp64;
+  if (is(kBfloat, 16)) return DType::bf16;
+  if (is(kFloat8E4M3FN, 8)) return DType::fp8_e4m3;
+  if (is(kFloat8E5M2, 8)) return DType::fp8_e5m2;
+  if (is(kFloat8E8M0FNU, 8)) return DType::ue8m0;
+  return std::nullopt;
+}
+
 int64_t item(PyObject* tuple, Py_ssize_t i) { return PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, i)); }
 
 bool is_grad_enabled() {
@@ -60,9 +79,36 @@ bool is_grad_enabled() {
   return torch.is_valid() && nb::cast<bool>(torch.attr("is_grad_enabled")());
 }
 
+/// A tensor by torch's table of functions; false where that says no, or the tensor is none that a call takes: then it is looked at again, and
+/// what is wrong with it is told.
+bool read_at_once(nb::handle array, Input& input) {
+  const dlpack::ExchangeApi* const api = dlpack::torch_exchange();
+  if (!api || !dlpack::is_plain_tensor(array)) return false;
+  dlpack::Tensor t;
+  if (api->view_of(array.ptr(), &t) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  const auto dtype = dtype_of(t.dtype);
+  const bool on_gpu = t.device.type == dlpack::kCuda;
+  if (!dtype || !t.strides || t.ndim < 1 || t.ndim > 3 || (!on_gpu && t.device.type != dlpack::kCpu)) return false;
+  const nb::object follows = get_attribute(array, names().requires_grad);
+  if (follows.is(nb::handle(Py_True)) && is_grad_enabled()) return false;
+  input.view.dtype = *dtype;
+  input.view.ndim = t.ndim;
+  for (size_t d = 0; d < static_cast<size_t>(t.ndim); ++d) {
+    input.view.shape[d] = t.shape[d];
+    input.view.strides[d] = t.strides[d];
+  }
+  if (on_gpu) input.view.device = {DeviceKind::cuda, t.device.index};
+  input.view.data = static_cast<std::byte*>(t.data) + t.byte_offset;
+  return true;
+}
+
 Input from_torch(nb::handle array, const Wanted& wanted) {
   const Names& n = names();
   Input input{{}, nb::borrow(array), Framework::torch};
+  if (read_at_once(array, input)) return input;
   try {
     const auto dtype = dtype_of(Framework::torch, get_attribute(array, n.dtype));
     if (!dtype) refuse_dtype(wanted, array);
@@ -90,24 +136,6 @@ Input from_torch(nb::handle array, const Wanted& wanted) {
     refuse(wanted, "is " + describe(array) + ", which cannot be used: " + words_of(error));
   }
   return input;
-}
-
-std::optional<DType> dtype_of(const dlpack::DataType& type) {
-  using namespace dlpack;
-  if (type.lanes != 1) return std::nullopt;
-  const auto is = [&](uint8_t code, int bits) { return type.code == code && type.bits == bits; };
-  if (is(kUInt, 8)) return DType::u8;
-  if (is(kInt, 8)) return DType::i8;
-  if (is(kInt, 32)) return DType::i32;
-  if (is(kInt, 64)) return DType::i64;
-  if (is(kFloat, 16)) return DType::fp16;
-  if (is(kFloat, 32)) return DType::fp32;
-  if (is(kFloat, 64)) return DType::fp64;
-  if (is(kBfloat, 16)) return DType::bf16;
-  if (is(kFloat8E4M3FN, 8)) return DType::fp8_e4m3;
-  if (is(kFloat8E5M2, 8)) return DType::fp8_e5m2;
-  if (is(kFloat8E8M0FNU, 8)) return DType::ue8m0;
-  return std::nullopt;
 }
 
 /// The capsule of an array whose contents are there for the stream of the call.

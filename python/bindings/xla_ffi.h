@@ -1,6 +1,6 @@
 // XLA's foreign function interface: how a compiled program of JAX's calls into a library.
 //
-// The structs of its C interface, version 0.3, as far as a handler on a CPU uses them (openxla/xla, xla/ffi/api/c_api.h). Every struct
+// The structs of its C interface, version 0.3, as far as a handler uses them (openxla/xla, xla/ffi/api/c_api.h). Every struct
 // begins with its size and grows at its end only, so a handler that was built with these works with any JAX that speaks the interface; the
 // functions are in a table that comes with each call. Hence nothing of JAX is needed to build or to import this module, and what was built
 // without JAX serves one that is installed later.
@@ -58,6 +58,11 @@ struct GetDeviceOrdinal {
   Context* context;
   int32_t ordinal;  ///< out
 };
+struct GetStream {
+  Header header;
+  Context* context;
+  void* stream;  ///< out: the CUstream
+};
 using Function = void();  // of a kind that is not called here
 
 /// The table of functions.
@@ -66,7 +71,9 @@ struct Api {
   Version version;
   const void* internal;
   Error* (*create_error)(CreateError*);
-  Function* others[16];
+  Function* others_before[3];
+  Error* (*get_stream)(GetStream*);
+  Function* others[12];
   Error* (*get_device_ordinal)(GetDeviceOrdinal*);
 };
 

@@ -11,6 +11,8 @@ import atexit as _atexit
 from . import _core
 from ._core import (
     Array,
+    BoundCombine,
+    BoundDispatch,
     CombineResult,
     Communicator,
     DispatchResult,
@@ -26,6 +28,8 @@ from .errors import Error, InvalidArgument, PeerFailed, PeerTimeout, TransportEr
 
 __all__ = [
     "Array",
+    "BoundCombine",
+    "BoundDispatch",
     "Buffer",
     "CombineResult",
     "Communicator",
@@ -45,5 +49,6 @@ __all__ = [
     "run_virtual_ranks",
 ]
 
+_atexit.register(_core._stop_log)  # after what is registered later
 # While the interpreter still works: threads of ours end, and peers that wait for this process learn that it goes.
 _atexit.register(_core._close_all)

@@ -298,6 +298,30 @@ class PendingCombine:
         Receives what the call brought. Raises as the call itself; InvalidArgument the second time.
         """
 
+class BoundDispatch:
+    """
+    dispatch() with arguments that were read once: Buffer.bind_dispatch makes it.
+    """
+
+    def __call__(self) -> DispatchResult:
+        """
+        Makes the call with what is in the arrays now. Collective, and raises, as dispatch().
+        """
+
+    def __repr__(self) -> str: ...
+
+class BoundCombine:
+    """
+    combine() with arguments that were read once: Buffer.bind_combine makes it.
+    """
+
+    def __call__(self, handle: Handle | None = None) -> CombineResult:
+        """
+        Makes the call with what is in the arrays now, along `handle`, if one is given, instead of the bound one. Collective, and raises, as combine().
+        """
+
+    def __repr__(self) -> str: ...
+
 class Buffer:
     """The body of turnout.Buffer."""
 
@@ -310,6 +334,10 @@ class Buffer:
     def _combine(self, *args: object) -> CombineResult: ...
 
     def _combine_async(self, *args: object) -> PendingCombine: ...
+
+    def _bind_dispatch(self, *args: object) -> BoundDispatch: ...
+
+    def _bind_combine(self, *args: object) -> BoundCombine: ...
 
     def _refuse(self, call: str, lane: int) -> None:
         """Tells all ranks that this one does not make the call."""
@@ -384,7 +412,7 @@ class Buffer:
 
 def required_bytes(config: dict[str, object], num_ranks: int) -> int: ...
 
-def xla_handlers() -> dict[str, Any]:
+def xla_handlers(on_gpu: bool) -> dict[str, Any]:
     """Handlers for jax.ffi.register_ffi_target, by target."""
 
 def xla_register(buffers: dict[int, Buffer], num_handles: int) -> int:
@@ -398,6 +426,11 @@ def xla_forget(number: int) -> None:
 def run_command(program: list[str], arguments: list[str]) -> int:
     """
     Does what `turnout ARGUMENTS` does and returns its exit status. program: words that start it again, once per rank.
+    """
+
+def _stop_log() -> None:
+    """
+    Hands on what was logged; later lines go to stderr: at the exit of the interpreter.
     """
 
 def _close_all() -> None:

@@ -21,8 +21,9 @@ LAYOUTS = ("rank_major", "expert_major", "expert_slab")
 MODES = ("auto", "throughput", "low_latency")
 WIRES = ("payload", "fp32", "fp8", "rows")
 
-for _target, _handler in _core.xla_handlers().items():
-    jax.ffi.register_ffi_target(_target, _handler, platform="cpu")
+for _platform in ("cpu", "CUDA"):
+    for _target, _handler in _core.xla_handlers(_platform == "CUDA").items():
+        jax.ffi.register_ffi_target(_target, _handler, platform=_platform)
 
 
 class Call(NamedTuple):
@@ -39,6 +40,7 @@ class Call(NamedTuple):
     num_sms: int
     lane: int
     wire: int  #: of a dispatch: of its backward pass
+    on_gpu: bool
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -93,21 +95,26 @@ def _outside_vmap(name: str, call: Callable[..., Any]) -> Any:
 def _dispatch(call: Call, x: Any, topk_idx: Any, weights: Any) -> tuple[Any, ...]:
     is_rank_major = LAYOUTS[call.layout] == "rank_major"
     per_token = (*call.rows, call.num_topk)
+    wide = 2 if call.on_gpu else 1  # numbers of 64 bits come as they are from a GPU, low half first
     results = [
         ((*call.rows, x.shape[1]), x.dtype),
         ((0,) if weights is None else per_token if is_rank_major else call.rows, jnp.float32),
         (per_token if is_rank_major else (0,), jnp.int32),
         ((call.num_local_experts,), jnp.int32),
-        ((call.num_local_experts + 1,), jnp.int32),
+        ((wide * (call.num_local_experts + 1),), jnp.int32),
         ((call.capacity * call.num_topk if is_rank_major else 0,), jnp.int32),
-        ((2,), jnp.int32),
+        ((wide * 2,), jnp.int32),
         ((2,), jnp.int32),
     ]
     inputs = (x, topk_idx) if weights is None else (x, topk_idx, weights)
-    return _bind(
+    rows, weights, ids, counts, offsets, sorted_rows, numbers, routing = _bind(
         "turnout_dispatch", results, inputs, has_weights=np.int64(weights is not None), layout=np.int64(call.layout),
         capacity=np.int64(call.capacity), expert_alignment=np.int64(call.expert_alignment), **call.common,
     )  # fmt: skip
+    if call.on_gpu:
+        offsets, numbers = offsets[::2], numbers[::2]
+        sorted_rows = jnp.where(jnp.arange(sorted_rows.size) < offsets[-1], sorted_rows, -1)
+    return rows, weights, ids, counts, offsets, sorted_rows, numbers, routing
 
 
 def _dispatch_again(call: Call, x: Any, routing: Any) -> Any:

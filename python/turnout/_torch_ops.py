@@ -43,13 +43,6 @@ def _buffer(number: int) -> Any:
     return found
 
 
-def _clear_tail(rows: Tensor, num_rows: Tensor, expert_counts: Tensor) -> None:
-    """Rows of a capacity that nothing came for become 0, so that no product with them is NaN."""
-    present = expert_counts[:, None] if rows.dim() == 3 else num_rows
-    places = torch.arange(rows.shape[-2], device=rows.device)
-    rows.masked_fill_((places >= present).unsqueeze(-1), 0)
-
-
 def _or_empty(array: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:
     return like.new_empty(0, dtype=dtype) if array is None else array
 
@@ -60,22 +53,17 @@ def _dispatch(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     result = _buffer(buffer).dispatch(
         x.contiguous(), topk_idx.contiguous(), None if topk_weights is None else topk_weights.contiguous(), layout=layout,
-        capacity=None if capacity < 0 else capacity, expert_alignment=expert_alignment, mode=mode, num_sms=num_sms, lane=lane,
+        capacity=None if capacity < 0 else capacity, expert_alignment=expert_alignment, mode=mode, num_sms=num_sms, zero_tail=capacity >= 0,
+        lane=lane,
     )  # fmt: skip
-    rows, num_rows, expert_counts = result.x.contiguous(), result.num_rows, result.expert_counts
-    weights = _or_empty(result.topk_weights, x, torch.float32)
-    if capacity >= 0:
-        _clear_tail(rows, num_rows, expert_counts)
-        if topk_weights is not None:
-            _clear_tail(weights if layout == "rank_major" else weights.unsqueeze(-1), num_rows, expert_counts)
     return (
-        rows,
-        weights,
+        result.x.contiguous(),
+        _or_empty(result.topk_weights, x, torch.float32),
         _or_empty(result.topk_idx, x, torch.int32),
-        expert_counts,
+        result.expert_counts,
         result.expert_offsets,
         _or_empty(result.sorted_rows, x, torch.int32),
-        num_rows,
+        result.num_rows,
         _core.token_of(result.handle, True),
     )
 
@@ -84,11 +72,8 @@ def _dispatch_again(
     x: Tensor, handle: Tensor, buffer: int, shape: list[int], has_tail: bool, mode: str, num_sms: int, lane: int
 ) -> Tensor:
     routing = _core.handle_of(int(handle.item()))
-    result = _buffer(buffer).dispatch(x.contiguous(), handle=routing, mode=mode, num_sms=num_sms, lane=lane)
-    rows = result.x.contiguous()
-    if has_tail:
-        _clear_tail(rows, result.num_rows, result.expert_counts)
-    return rows
+    result = _buffer(buffer).dispatch(x.contiguous(), handle=routing, mode=mode, num_sms=num_sms, zero_tail=has_tail, lane=lane)
+    return result.x.contiguous()
 
 
 def _combine(

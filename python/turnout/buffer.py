@@ -6,7 +6,16 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from . import _core
-from ._core import CombineResult, Communicator, DispatchResult, Handle, PendingCombine, PendingDispatch
+from ._core import (
+    BoundCombine,
+    BoundDispatch,
+    CombineResult,
+    Communicator,
+    DispatchResult,
+    Handle,
+    PendingCombine,
+    PendingDispatch,
+)
 from .errors import InvalidArgument
 
 __all__ = ["Buffer", "required_bytes"]
@@ -14,6 +23,7 @@ __all__ = ["Buffer", "required_bytes"]
 # As functions: cheaper to call than methods of self, and torch.compile, which breaks its graph at them, takes them for methods without self.
 _dispatch, _dispatch_async = _core.Buffer._dispatch, _core.Buffer._dispatch_async
 _combine, _combine_async = _core.Buffer._combine, _core.Buffer._combine_async
+_bind_dispatch, _bind_combine = _core.Buffer._bind_dispatch, _core.Buffer._bind_combine
 
 
 class Buffer(_core.Buffer):
@@ -70,7 +80,8 @@ class Buffer(_core.Buffer):
         timeout, busy_timeout, report_every: seconds. A silent peer, or one that does not get on with a call, has `timeout`, a living
         one that has not come to the call has `busy_timeout`; a line naming the ranks waited for is logged every `report_every`.
         touch_pages: writes the receive region once before the first call.
-        allocator: of results that are not leases: allocate(num_bytes, stream) -> address, deallocate(address, num_bytes).
+        allocator: of results that are not leases: allocate(num_bytes, stream) -> address, deallocate(address, num_bytes). On a GPU memory is
+        given back once the stream has done with it; if its attribute stream_ordered is true, at once.
 
         Raises InvalidArgument (also if ranks disagree: a table on all ranks), TransportError (memory), PeerTimeout.
         """
@@ -136,6 +147,7 @@ class Buffer(_core.Buffer):
         receive: str = "deferred",
         num_sms: int = 0,
         on_failure: str = "raise",
+        zero_tail: bool = False,
         lane: int = 0,
         stream: Any = None,
         **unknown: NoReturn,
@@ -155,12 +167,13 @@ class Buffer(_core.Buffer):
         result: 'auto', 'lease' (no copy, in the receive region) or 'fresh'. out: the rows go here instead.
         receive: of dispatch_async: 'deferred' or 'resident' (a thread or stream of ours receives meanwhile).
         num_sms: GPU: most multiprocessors for the call; 0: as many as it gains from.
+        zero_tail: with a capacity: rows that nothing came for are 0, and their scales, side arrays and weights; else they are anything.
         """
         if unknown:
             self._refuse_unknown(Buffer.dispatch, "dispatch", unknown, lane)
         return _dispatch(
             self, x, topk_idx, topk_weights, side, handle, mode, layout, capacity, expert_alignment, quantize, result, out, receive, num_sms,
-            on_failure, lane, stream,
+            on_failure, zero_tail, lane, stream,
         )  # fmt: skip
 
     def dispatch_async(
@@ -181,6 +194,7 @@ class Buffer(_core.Buffer):
         receive: str = "deferred",
         num_sms: int = 0,
         on_failure: str = "raise",
+        zero_tail: bool = False,
         lane: int = 0,
         stream: Any = None,
         **unknown: NoReturn,
@@ -190,7 +204,7 @@ class Buffer(_core.Buffer):
             self._refuse_unknown(Buffer.dispatch_async, "dispatch", unknown, lane)
         return _dispatch_async(
             self, x, topk_idx, topk_weights, side, handle, mode, layout, capacity, expert_alignment, quantize, result, out, receive, num_sms,
-            on_failure, lane, stream,
+            on_failure, zero_tail, lane, stream,
         )  # fmt: skip
 
     def combine(
@@ -249,6 +263,69 @@ class Buffer(_core.Buffer):
         if unknown:
             self._refuse_unknown(Buffer.combine_async, "combine", unknown, lane)
         return _combine_async(self, y, handle, apply, weights, side, wire, out, mode, num_sms, on_failure, lane, stream)
+
+    def bind_dispatch(
+        self,
+        x: Any,
+        topk_idx: Any = None,
+        topk_weights: Any = None,
+        *,
+        side: Sequence[Any] = (),
+        handle: Handle | None = None,
+        mode: str = "auto",
+        layout: str = "rank_major",
+        capacity: int | None = None,
+        expert_alignment: int = 1,
+        quantize: str = "none",
+        result: str = "auto",
+        out: Any = None,
+        num_sms: int = 0,
+        on_failure: str = "raise",
+        zero_tail: bool = False,
+        lane: int = 0,
+        stream: Any = None,
+        **unknown: NoReturn,
+    ) -> BoundDispatch:
+        """Reads the arguments of dispatch() once, for a loop that fills the same arrays again and again: it costs less than half.
+
+            call = buffer.bind_dispatch(x, topk_idx, topk_weights, layout="expert_slab", capacity=256)
+            while True:
+                ...  # writes x, topk_idx and topk_weights, in place
+                got = call()
+
+        Each call() is a dispatch() of what is in the arrays then; without `stream` it is in order of the stream that is the current one then.
+        Binding is local: the calls are collective, and other ranks may make theirs in any way. The arrays are kept, and must stay where they
+        are; arrays of libraries other than torch and NumPy are in order of the stream of the call only if whoever writes them sees to it.
+        """
+        if unknown:
+            raise _unknown_argument(Buffer.bind_dispatch, "bind_dispatch", unknown)
+        return _bind_dispatch(
+            self, x, topk_idx, topk_weights, side, handle, mode, layout, capacity, expert_alignment, quantize, result, out, "deferred", num_sms,
+            on_failure, zero_tail, lane, stream,
+        )  # fmt: skip
+
+    def bind_combine(
+        self,
+        y: Any,
+        handle: Handle | None = None,
+        *,
+        apply: str | None = None,
+        weights: Any = None,
+        side: Any = None,
+        wire: str = "payload",
+        out: Any = None,
+        mode: str = "auto",
+        num_sms: int = 0,
+        on_failure: str = "raise",
+        lane: int = 0,
+        stream: Any = None,
+        **unknown: NoReturn,
+    ) -> BoundCombine:
+        """Reads the arguments of combine() once, as bind_dispatch() does. call(handle) combines along the handle of the dispatch that y is
+        an answer to; call() along the one bound here."""
+        if unknown:
+            raise _unknown_argument(Buffer.bind_combine, "bind_combine", unknown)
+        return _bind_combine(self, y, handle, apply, weights, side, wire, out, mode, num_sms, on_failure, lane, stream)
 
     def _refuse_unknown(self, method: Any, call: str, unknown: dict[str, Any], lane: int) -> NoReturn:
         self._refuse(call, lane)  # the other ranks raise, too, instead of waiting for this one

@@ -13,7 +13,11 @@ Each device along the axis is a rank, in this process or in several (jax.distrib
 each has one device of its own, `Buffer.from_communicator(turnout.Communicator.from_env(), ...)` needs neither mesh nor shard_map.
 
 Shapes are static: there is always a capacity, and rows beyond those that came are 0. Calls of one lane need an order that all ranks share:
-that of their data. Calls that do not depend on one another take lanes of their own (num_lanes=, lane=). CPU devices only.
+that of their data. Calls that do not depend on one another take lanes of their own (num_lanes=, lane=).
+
+Devices are CPUs or CUDA GPUs. On GPUs calls are work on XLA's stream; combine, and backward passes, wait on the host for what was issued before,
+because a routing is known there and its number is data of the program. What only the GPU finds (an id that is no expert) a later call raises, or
+Buffer.check().
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -33,10 +37,13 @@ import numpy as np
 import turnout
 
 from . import _core, _jax_ops
+from .buffer import _unknown_argument
 from .errors import InvalidArgument
 
 __all__ = ["Buffer", "Dispatched", "combine", "dispatch"]
 
+_SUMS = ("float16", "bfloat16", "float32", "float64")
+_ROWS = (*_SUMS, "int8", "uint8", "int32", "int64", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
 _meshes = itertools.count(1)
 _ARRAYS = "x topk_weights topk_idx expert_counts expert_offsets sorted_rows num_rows num_dropped routing".split()
 
@@ -69,10 +76,13 @@ class Buffer:
         store, name = _store_of(mesh) if store is None else store, f"turnout.jax.{next(_meshes)}"
         here = jax.process_index()
         mine = [(g, r) for (g, r), device in np.ndenumerate(groups) if device.process_index == here]
+        if not mine:
+            others = sorted({device.process_index for device in groups.flat})
+            raise InvalidArgument(f"Buffer: mesh has no device of this process, which is {here}, but of {others}: only processes of the mesh make its Buffer")
 
         def make(group: int, rank: int) -> turnout.Buffer:
             communicator = turnout.Communicator.from_store(store, rank, num_ranks, f"{name}.{group}", transport=transport)
-            return turnout.Buffer(communicator, **config)
+            return _make(communicator, groups[group, rank], config)
 
         made = _on_threads([lambda g=g, r=r: make(g, r) for g, r in mine])
         self._keep({groups[place]: buffer for place, buffer in zip(mine, made, strict=True)}, num_handles)
@@ -81,27 +91,30 @@ class Buffer:
     def from_communicator(
         cls, communicator: turnout.Communicator, *, device: jax.Device | None = None, num_handles: int = 256, **config: Any
     ) -> Buffer:
-        """One rank, this process's `device` (None: the first). Collective over the communicator; no mesh, and no jax.distributed."""
+        """One rank, this process's `device` (None: jax.default_device, else the first). Collective over the communicator; no mesh, and no
+        jax.distributed. Where several processes see the same GPUs, each must take another, as programs do with jax.default_device."""
         self = cls.__new__(cls)
-        device = jax.local_devices()[0] if device is None else device
-        self._keep({device: turnout.Buffer(communicator, **config)}, num_handles)
+        if device is None:
+            chosen = jax.config.jax_default_device
+            device = chosen if isinstance(chosen, jax.Device) else jax.local_devices()[0]
+        self._keep({device: _make(communicator, device, config)}, num_handles)
         return self
 
     def _keep(self, buffers: dict[Any, turnout.Buffer], num_handles: int) -> None:
         if num_handles < 1:
             raise InvalidArgument(f"Buffer: num_handles is {num_handles}, but must be 1 or more")
-        for device in buffers:
-            if device.platform != "cpu":
-                raise InvalidArgument(
-                    f"Buffer: {device} is a {device.platform}, but turnout.jax runs on CPU devices only (JAX_PLATFORMS=cpu). On a GPU give "
-                    "arrays of JAX to turnout.Buffer(device='cuda'), outside of jit"
-                )
         self.buffers = buffers  #: by device of this process
-        self._number = _core.xla_register({device.id: buffer for device, buffer in buffers.items()}, num_handles)
+        self._number = _core.xla_register({_ordinal(device): buffer for device, buffer in buffers.items()}, num_handles)
         self._forget = weakref.finalize(self, _core.xla_forget, self._number)
         first = next(iter(buffers.values()))
         self.config = first.config
         self.num_ranks, self.num_local_experts = first.num_ranks, first.num_local_experts
+        self._on_gpu = str(first.config["device"]).startswith("cuda")
+
+    def check(self) -> None:
+        """Raises what an earlier call left that failed on a GPU; waits for nothing. On a CPU calls raise themselves."""
+        for buffer in self.buffers.values():
+            buffer.check()
 
     def close(self) -> None:
         """Later calls fail; peers that wait for these ranks raise PeerFailed. Local, idempotent."""
@@ -143,6 +156,7 @@ def dispatch(
     mode: str = "auto",
     num_sms: int = 0,
     lane: int = 0,
+    **unknown: NoReturn,
 ) -> Dispatched:
     """Sends each token of this rank to the ranks of its experts. Collective, and so is its backward pass (a combine).
 
@@ -155,42 +169,56 @@ def dispatch(
     """
     if not isinstance(buffer, Buffer):
         raise InvalidArgument(f"dispatch: buffer is a {type(buffer).__name__}, but must be a turnout.jax.Buffer")
-    x, topk_idx = jnp.asarray(x), jnp.asarray(topk_idx)
+    if unknown:
+        raise _unknown_argument(dispatch, "dispatch", unknown)
+    x, topk_idx = _array("dispatch", "x", x), _array("dispatch", "topk_idx", topk_idx)
+    if x.dtype.name not in _ROWS:
+        raise InvalidArgument(f"dispatch: x is {x.dtype}, but must be one of {', '.join(_ROWS)}")
     if x.ndim != 2 or topk_idx.ndim != 2 or x.shape[0] != topk_idx.shape[0]:
         raise InvalidArgument(f"dispatch: x is {list(x.shape)} and topk_idx {list(topk_idx.shape)}, but must be [T, H] and [T, K]")
     if topk_idx.dtype not in (jnp.int32, jnp.int64):
         raise InvalidArgument(f"dispatch: topk_idx is {topk_idx.dtype}, but must be int32 or int64")
     if topk_weights is not None:
-        topk_weights = jnp.asarray(topk_weights)
+        topk_weights = _array("dispatch", "topk_weights", topk_weights)
         if topk_weights.shape != topk_idx.shape:
             raise InvalidArgument(f"dispatch: topk_weights are {list(topk_weights.shape)}, but must be {list(topk_idx.shape)}, as topk_idx")
         topk_weights = topk_weights.astype(jnp.float32)
+    for name, number, least in (("capacity", 0 if capacity is None else capacity, 0), ("expert_alignment", expert_alignment, 1)):
+        if isinstance(number, bool) or not isinstance(number, (int, np.integer)) or number < least:
+            raise InvalidArgument(f"dispatch: {name} is {number!r}, but must be a whole number, {least} or more: shapes are static")
     if capacity is None:
         capacity = _largest(buffer, layout, topk_idx.shape[1], expert_alignment)
     call = _jax_ops.Call(
         buffer._number, *topk_idx.shape, buffer.num_local_experts, _number_of("dispatch", "layout", layout, _jax_ops.LAYOUTS), capacity,
         expert_alignment, _number_of("dispatch", "mode", mode, _jax_ops.MODES), num_sms, lane,
-        _number_of("dispatch", "gradient_wire", gradient_wire, _jax_ops.WIRES),
+        _number_of("dispatch", "gradient_wire", gradient_wire, _jax_ops.WIRES), buffer._on_gpu,
     )  # fmt: skip
     *arrays, numbers, routing = _jax_ops.dispatch(call, *_jax_ops.alike(x, topk_idx, topk_weights))
     return Dispatched(*arrays, numbers[0], numbers[1], routing, call)
 
 
 def combine(
-    buffer: Buffer, y: Any, sent: Dispatched, *, weights: Any = None, wire: str = "payload", mode: str = "auto", num_sms: int = 0, lane: int | None = None
-) -> Any:
+    buffer: Buffer, y: Any, sent: Dispatched, *, weights: Any = None, wire: str = "payload", mode: str = "auto", num_sms: int = 0,
+    lane: int | None = None, **unknown: NoReturn,
+) -> Any:  # fmt: skip
     """Brings rows back to their tokens and adds them: [T, H'] of y's dtype. Collective, and so is its backward pass (a dispatch).
 
     y: [N, H'] or [Le, C, H'], a row for each of sent.x. weights: one per row, applied in fp32 where the sum is made, e.g. sent.topk_weights
     (expert_major and expert_slab). wire: as in turnout.Buffer.combine. lane: None: that of the dispatch.
     """
+    if unknown:
+        raise _unknown_argument(combine, "combine", unknown)
+    if not isinstance(sent, Dispatched):
+        raise InvalidArgument(f"combine: sent is of type {type(sent).__name__}, but must be what dispatch() gave")
     if not isinstance(buffer, Buffer) or buffer._number != sent.call.buffer:
         raise InvalidArgument(f"combine: buffer is {buffer!r}, but must be the turnout.jax.Buffer that `sent` came from")
-    y = jnp.asarray(y)
+    y = _array("combine", "y", y)
+    if y.dtype.name not in _SUMS:
+        raise InvalidArgument(f"combine: y is {y.dtype}, but must be one of {', '.join(_SUMS)}")
     if y.shape[:-1] != sent.x.shape[:-1]:
         raise InvalidArgument(f"combine: y is {list(y.shape)}, but must have a row for each of sent.x, which is {list(sent.x.shape)}")
     if weights is not None:
-        weights = jnp.asarray(weights)
+        weights = _array("combine", "weights", weights)
         if weights.shape != y.shape[:-1]:
             raise InvalidArgument(f"combine: weights are {list(weights.shape)}, but must be {list(y.shape[:-1])}, one for each row of y")
         weights = weights.astype(jnp.float32)
@@ -199,6 +227,27 @@ def combine(
         lane=sent.call.lane if lane is None else lane,
     )  # fmt: skip
     return _jax_ops.combine(call, *_jax_ops.alike(y, sent.routing, weights))
+
+
+def _array(call: str, argument: str, given: Any) -> Any:
+    try:
+        return jnp.asarray(given)
+    except TypeError as error:
+        raise InvalidArgument(f"{call}: {argument} is {given!r}, but must be an array: {error}") from None
+
+
+def _ordinal(device: jax.Device) -> int:
+    """The number by which XLA tells a call its device: of a GPU that in this process, of a CPU one counted over all processes."""
+    return device.id if device.platform == "cpu" else device.local_hardware_id
+
+
+def _make(communicator: turnout.Communicator, device: jax.Device, config: dict[str, Any]) -> turnout.Buffer:
+    is_cuda = device.platform in ("gpu", "cuda")
+    if not is_cuda and device.platform != "cpu":
+        raise InvalidArgument(f"Buffer: {device} is a {device.platform}, but turnout.jax runs on CPUs and CUDA GPUs (JAX_PLATFORMS=cpu or cuda)")
+    if "device" in config:
+        raise InvalidArgument(f"Buffer: device is {config['device']!r}, but a rank is where its device of JAX is, {device}: leave it out")
+    return turnout.Buffer(communicator, device=f"cuda:{_ordinal(device)}" if is_cuda else "cpu", **config)
 
 
 def _number_of(call: str, argument: str, word: str, words: Sequence[str]) -> int:

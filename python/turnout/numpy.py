@@ -31,6 +31,8 @@ def top_k(scores: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
 
     scores: [T, experts], not negative. Returns topk_idx, int64 [T, k], best first, and topk_weights, fp32 [T, k].
     """
+    if not isinstance(scores, np.ndarray) or scores.ndim != 2:
+        raise InvalidArgument(f"top_k: scores is {_words(scores)}, but must be an array [T, experts] of NumPy")
     if not 1 <= k <= scores.shape[-1]:
         raise InvalidArgument(f"top_k: k is {k}, but must be 1 to {scores.shape[-1]}, the number of experts in scores")
     idx = np.ascontiguousarray(np.argsort(-scores, axis=1, kind="stable")[:, :k], dtype=np.int64)
@@ -67,10 +69,17 @@ def moe(
     wire: 'rows': the same bits for any number of ranks; else as in Buffer.combine. config: as in Buffer.
     Returns [T, H'] of the dtype that the experts give.
     """
+    for name, array in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+        if not isinstance(array, np.ndarray) or array.ndim != 2:
+            raise InvalidArgument(f"moe: {name} is {_words(array)}, but must be an array [T, {'H' if name == 'x' else 'K'}] of numpy: numpy.asarray({name})")
+    if not isinstance(num_ranks, int) or num_ranks < 1:
+        raise InvalidArgument(f"moe: num_ranks is {num_ranks!r}, but must be a whole number, 1 or more")
+    if not callable(expert):
+        raise InvalidArgument(f"moe: expert is {expert!r}, but must be a function that takes the number of an expert and its rows")
     if len(x) != len(topk_idx) or len(x) != len(topk_weights):
         raise InvalidArgument(f"moe: x has {len(x)} tokens, topk_idx {len(topk_idx)} and topk_weights {len(topk_weights)}, but all must have the same")
     bounds = [len(x) * rank // num_ranks for rank in range(num_ranks + 1)]
-    idx = np.ascontiguousarray(topk_idx)
+    x, idx = np.ascontiguousarray(x), np.ascontiguousarray(topk_idx)
     weights = np.ascontiguousarray(topk_weights, dtype=np.float32)
     defaults = {
         "num_experts": num_experts,
@@ -89,3 +98,7 @@ def moe(
         return buffer.combine(y, got.handle, weights="source", wire=wire).x.copy()
 
     return np.concatenate(on_ranks(num_ranks, body, **{**defaults, **config}))
+
+
+def _words(given: Any) -> str:
+    return f"{given.dtype}{list(given.shape)}" if isinstance(given, np.ndarray) else f"of type {type(given).__name__}"

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed
@@ -26,12 +26,14 @@ from torch.nn import functional
 
 import turnout
 
-from . import _torch_ops
+from . import _core, _torch_direct, _torch_ops
+from .buffer import _unknown_argument
 from .errors import InvalidArgument
 
 __all__ = ["Buffer", "Dispatched", "MoELayer", "combine", "communicator", "dispatch"]
 
 _LAYOUTS = ("rank_major", "expert_major", "expert_slab")
+_WIRES = ("payload", "fp32", "fp8", "rows")
 
 _numbers = itertools.count(1)
 _communicators_of: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -55,17 +57,25 @@ def communicator(group: Any = None, **options: Any) -> turnout.Communicator:
     return turnout.Communicator.from_store(group.get_group_store(), rank, group.size(), f"turnout.torch.{number}", **options)
 
 
+_current_device = getattr(torch._C, "_cuda_getDevice", None)
+
+
 class _CachingAllocator:
     """Memory of torch's caching allocator, so that results and tensors share one pool."""
+
+    #: What is given back goes to nobody before the stream that it was allocated for has done with it.
+    stream_ordered = True
 
     def __init__(self, device: int) -> None:
         self.device = device
 
     def allocate(self, num_bytes: int, stream: int) -> int:
+        if _current_device is not None and _current_device() == self.device:
+            return torch._C._cuda_cudaCachingAllocator_raw_alloc(num_bytes, stream)  # what caching_allocator_alloc ends in
         return torch.cuda.caching_allocator_alloc(num_bytes, self.device, stream)
 
     def deallocate(self, address: int, num_bytes: int) -> None:
-        torch.cuda.caching_allocator_delete(address)
+        torch._C._cuda_cudaCachingAllocator_raw_delete(address)
 
 
 class Buffer(turnout.Buffer):
@@ -116,6 +126,34 @@ class Dispatched:
     has_tail: bool  #: a capacity was given: there may be rows that nothing came for
 
 
+class _Sent(Dispatched):
+    """What a call gave that nobody watched: tensors are made when they are first asked for."""
+
+    _result: Any
+
+    def __init__(self, call: _torch_direct.Call, rows: Tensor, weights: Tensor | None, topk_idx: Tensor) -> None:
+        num_tokens, num_topk = topk_idx.shape
+        fields = self.__dict__
+        fields.update(x=rows, num_tokens=num_tokens, num_topk=num_topk, layout=call.layout, has_tail=call.capacity is not None, _result=call.result)
+        if weights is not None:
+            fields["topk_weights"] = weights
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name == "handle":
+            made = _core.token_of(self._result.handle, True)
+        elif name in _LATER:
+            made = getattr(self._result, name)
+            if made is None:
+                made = self.x.new_empty(0, dtype=torch.float32 if name == "topk_weights" else torch.int32)
+        else:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self.__dict__[name] = made
+        return made
+
+
+_LATER = frozenset(("topk_weights", "topk_idx", "expert_counts", "expert_offsets", "sorted_rows", "num_rows"))
+
+
 def dispatch(
     buffer: Buffer,
     x: Tensor,
@@ -129,6 +167,7 @@ def dispatch(
     mode: str = "auto",
     num_sms: int = 0,
     lane: int = 0,
+    **unknown: NoReturn,
 ) -> Dispatched:
     """Sends each token to the ranks of its experts. Collective, and so is its backward pass (a combine).
 
@@ -138,10 +177,15 @@ def dispatch(
     """
     if not isinstance(buffer, Buffer):
         raise InvalidArgument(f"dispatch: buffer is a {type(buffer).__name__}, but must be a turnout.torch.Buffer: Buffer.from_group makes one")
-    if layout not in _LAYOUTS:
-        raise InvalidArgument(f"dispatch: layout is {layout!r}, but must be one of {', '.join(_LAYOUTS)}")
-    if topk_weights is not None:
+    is_number = capacity is None or isinstance(capacity, int)
+    if unknown or not (layout in _LAYOUTS and gradient_wire in _WIRES and is_number and _are_tensors(x, topk_idx, topk_weights)):
+        words = {"layout": (layout, _LAYOUTS), "gradient_wire": (gradient_wire, _WIRES)}
+        _refuse(buffer, dispatch, lane, unknown, {"x": x, "topk_idx": topk_idx, "topk_weights": topk_weights}, words, capacity)
+    if topk_weights is not None and topk_weights.dtype is not torch.float32:
         topk_weights = topk_weights.to(torch.float32)
+    if not _torch_direct.is_watched(x):
+        call = _torch_direct.Call(buffer, layout, capacity, expert_alignment, gradient_wire, (mode, num_sms, lane))
+        return _Sent(call, *_torch_direct.dispatch(call, x, topk_idx, topk_weights), topk_idx)
     got = torch.ops.turnout.dispatch(
         x, topk_idx, topk_weights, buffer._number, layout, -1 if capacity is None else capacity, expert_alignment, gradient_wire, mode,
         num_sms, lane,
@@ -159,22 +203,63 @@ def combine(
     mode: str = "auto",
     num_sms: int = 0,
     lane: int = 0,
+    **unknown: NoReturn,
 ) -> Tensor:
     """Brings rows back to their tokens and adds them: [T, H'] of y's dtype. Collective, and so is its backward pass (a dispatch).
 
     y: [N, H'] or [Le, C, H'], a row for each of sent.x. weights: one per row, applied in fp32 where the sum is made, e.g. sent.topk_weights
     (expert_major and expert_slab). wire: as in turnout.Buffer.combine.
     """
+    if not isinstance(buffer, Buffer):
+        raise InvalidArgument(f"combine: buffer is a {type(buffer).__name__}, but must be the turnout.torch.Buffer of the dispatch")
+    if unknown or not (wire in _WIRES and isinstance(sent, Dispatched) and _are_tensors(y, weights)):
+        _refuse(buffer, combine, lane, unknown, {"y": y, "weights": weights}, {"wire": (wire, _WIRES)}, None, sent)
     if y.shape[:-1] != sent.x.shape[:-1]:
+        buffer._refuse("combine", lane)
         raise InvalidArgument(f"combine: y is {list(y.shape)}, but must have a row for each of sent.x, which is {list(sent.x.shape)}")
     if weights is not None:
         if weights.shape != y.shape[:-1]:
+            buffer._refuse("combine", lane)
             raise InvalidArgument(f"combine: weights are {list(weights.shape)}, but must be {list(y.shape[:-1])}, one for each row of y")
-        weights = weights.to(torch.float32)
+        if weights.dtype is not torch.float32:
+            weights = weights.to(torch.float32)
+    if type(sent) is _Sent and not _torch_direct.is_watched(y):
+        return _torch_direct.differentiable_combine(buffer, y, sent._result.handle, weights, sent.has_tail, wire, (mode, num_sms, lane))
     out, _ = torch.ops.turnout.combine(
         y, sent.handle, weights, None, buffer._number, sent.num_tokens, sent.num_topk, sent.has_tail, wire, mode, num_sms, lane
     )
     return out
+
+
+def _are_tensors(*arguments: Any) -> bool:
+    for argument in arguments:
+        if argument is not None and not (isinstance(argument, Tensor) and argument.device.type != "meta"):
+            return False
+    return arguments[0] is not None
+
+
+def _refuse(
+    buffer: Buffer, call: Any, lane: int, unknown: dict[str, Any], tensors: dict[str, Any], words: dict[str, Any], capacity: Any, sent: Any = None
+) -> NoReturn:
+    """Tells the other ranks, which would wait else, and raises what is wrong with an argument that an operator could not even be given."""
+    name = call.__name__
+    buffer._refuse(name, lane)
+    if unknown:
+        raise _unknown_argument(call, name, unknown)
+    for argument, tensor in tensors.items():
+        if tensor is None and argument.endswith("weights"):
+            continue
+        if not isinstance(tensor, Tensor):
+            kind = f"a {type(tensor).__module__}.{type(tensor).__qualname__}".replace("builtins.", "")
+            raise InvalidArgument(f"{name}: {argument} is {kind}, but must be a torch.Tensor: torch.as_tensor({argument}) makes one")
+        if tensor.device.type == "meta":
+            raise InvalidArgument(f"{name}: {argument} is a tensor of device meta, which has no rows, but must be on the CPU or a GPU")
+    for argument, (word, known) in words.items():
+        if word not in known:
+            raise InvalidArgument(f"{name}: {argument} is {word!r}, but must be one of {', '.join(map(repr, known))}")
+    if call is combine:
+        raise InvalidArgument(f"combine: sent is of type {type(sent).__name__}, but must be what dispatch() gave")
+    raise InvalidArgument(f"{name}: capacity is {capacity!r} ({type(capacity).__name__}), but must be a whole number or None")
 
 
 class MoELayer(nn.Module):

@@ -114,6 +114,12 @@ Communicator Communicator::from_bootstrap(std::unique_ptr<Bootstrap> bootstrap, 
   impl->topology = topology_of(options, *bootstrap);
   impl->transport = transport::make_transport({.bootstrap = *bootstrap, .name = options.transport, .scheduler_seed = options.scheduler_seed});
   impl->bootstrap = std::move(bootstrap);
+  if (impl->transport->rank() == 0) {
+    util::log(util::LogLevel::info,
+              std::to_string(impl->transport->num_ranks()) + " ranks over " + std::string(impl->transport->name()) +
+                  ", nodes: " + std::to_string(impl->topology.num_nodes()),
+              0);
+  }
   return Communicator(std::move(impl));
 }
 

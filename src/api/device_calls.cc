@@ -207,6 +207,8 @@ DispatchResult BufferImpl::finish_dispatch_on_device(PendingImpl& pending) {
                                                           : TensorView::dense(d.topk_weights, DType::fp32, {rows}, device);
   }
   result.is_lease = d.is_lease;
+  // Not logged: the rows go where they belong at once, wherever that is.
+  if (!d.is_lease && args.result == ResultKind::automatic && !args.out.defined()) context_->fresh_results.fetch_add(1, std::memory_order_relaxed);
   result.handle = Handle(pending.routing);
   result.memory_ = std::make_shared<Memory>();
   result.memory_->on_device = d.memory;

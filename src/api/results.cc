@@ -1,4 +1,5 @@
 // Results and pending calls: views over memory that the last reference gives back.
+#include <cstring>
 #include <utility>
 
 #include "api/buffer_impl.h"
@@ -63,6 +64,23 @@ void set_rows(TensorView& view, const Routing& r, std::byte* data, DType dtype, 
   view.strides = {stride * r.capacity, stride, 1};
 }
 
+/// Zeroes what nothing came for in an array with a row for each row of the result.
+void zero_tail(const TensorView& view, const Routing& r) {
+  if (!view.defined()) return;
+  const auto size = static_cast<int64_t>(size_of(view.dtype));
+  const bool by_expert = r.layout == Layout::expert_slab;
+  const size_t at = by_expert ? 1 : 0, next = at + 1;  // the dimension of rows, and that of their elements
+  const bool has_width = static_cast<size_t>(view.ndim) > next;
+  const int64_t stride = view.strides[at] * size, bytes = has_width ? view.shape[next] * size : size;
+  for (int64_t group = 0; group < (by_expert ? view.shape[0] : 1); ++group) {
+    auto* const rows = static_cast<std::byte*>(view.data) + (by_expert ? group * view.strides[0] * size : 0);
+    const int64_t present = by_expert ? r.expert_counts[static_cast<size_t>(group)] : r.num_rows;
+    if (stride == bytes && present < view.shape[at]) std::memset(rows + present * stride, 0, static_cast<size_t>((view.shape[at] - present) * bytes));
+    else
+      for (int64_t row = present; row < view.shape[at]; ++row) std::memset(rows + row * stride, 0, static_cast<size_t>(bytes));
+  }
+}
+
 /// Drives a call to its end and takes what it brought. `owner` keeps it for its arguments.
 template <class AnyCall>
 auto outcome_of(engine::Lane& lane, AnyCall& call, std::unique_lock<std::mutex> lock, std::shared_ptr<engine::Call>& owner) {
@@ -101,6 +119,11 @@ DispatchResult BufferImpl::finish_dispatch_on_host(PendingImpl& pending) {
     const TensorView& side = args.side[s];
     set_rows(result.side.emplace_back(), r, at(outcome.block.side[s]), side.dtype, side.shape[1],
              side.shape[1] * static_cast<int64_t>(size_of(side.dtype)));
+  }
+  if (args.zero_tail && r.capacity >= 0) {  // tails of weights are 0 anyway
+    zero_tail(result.x, r);
+    zero_tail(result.x_scales, r);
+    for (const TensorView& side : result.side) zero_tail(side, r);
   }
   const int64_t local = r.num_local_experts();
   set_vector(result.num_rows, &memory->num_rows, DType::i64, 1);

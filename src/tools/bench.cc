@@ -5,9 +5,8 @@
 #include <cstdio>
 
 #include "tools/construct.h"
-#include "tools/gpus.h"
+#include "tools/measure.h"
 #include "tools/models.h"
-#include "tools/plan.h"
 #include "tools/problem.h"
 #include "tools/report.h"
 #include "tools/self_launch.h"
@@ -20,12 +19,6 @@ namespace {
 
 /// Shapes whose tokens of all ranks have more elements than this are verified with fewer tokens.
 constexpr int64_t kVerifyElements = int64_t{1} << 26;
-
-/// Where the calls of this rank happen.
-struct Where {
-  Device device;
-  Gpus gpus;
-};
 
 /// What was asked, the same in every case of a run.
 void describe(ReportCase& c, const Communicator& communicator, const Where& where, const Plan& plan, const BenchOptions& o) {
@@ -101,36 +94,51 @@ void print_cases(const Report& report, const Plan& plan) {
   for (const ReportCase& c : report.cases) print_case(c);
 }
 
-/// REQUIRES: what is timed has been verified.
+}  // namespace
+
 void time_calls(Communicator& communicator, const Where& where, const Plan& plan, const BenchOptions& o, Report& report) {
+  const size_t before = report.cases.size();
   if (plan.construct) {
     report.cases.push_back(time_construct(communicator, plan, o, where.device));
   } else {
     Timing timing(communicator, plan, o, where.device, where.gpus);
     if (plan.dispatch) report.cases.push_back(timing.dispatch());
     if (plan.combine) report.cases.push_back(timing.combine());
-    for (ReportCase& c : report.cases) c.transport = timing.transport();
+    for (size_t i = before; i < report.cases.size(); ++i) report.cases[i].transport = timing.transport();
     report.link_GBps = timing.link();
   }
-  for (ReportCase& c : report.cases) describe(c, communicator, where, plan, o);
+  for (size_t i = before; i < report.cases.size(); ++i) describe(report.cases[i], communicator, where, plan, o);
 }
 
+std::string verify_small(Communicator& communicator, const Where& where, const Plan& plan, const BenchOptions& o, int64_t* verified_tokens) {
+  ProblemSpec small = plan.spec;
+  const int64_t most = std::max<int64_t>(16, kVerifyElements / (plan.spec.hidden * communicator.num_ranks()));
+  for (int64_t& tokens : small.tokens) tokens = std::min(tokens, most);
+  if (verified_tokens) *verified_tokens = small.tokens[0];
+  return verify(communicator, plan, small, o, where.device);
+}
+
+Plan plan_of_ranks(const BenchOptions& o, int num_ranks) {
+  Plan plan = plan_of(o, num_ranks);
+  if (o.size == "capacity") plan.spec.capacity = o.capacity ? *o.capacity : most_rows(make_problem(plan.spec, num_ranks));
+  return plan;
+}
+
+namespace {
+
 int bench_rank(Communicator& communicator, const BenchOptions& o) {
-  Plan plan = plan_of(o, communicator.num_ranks());
-  if (o.size == "capacity") plan.spec.capacity = o.capacity ? *o.capacity : most_rows(make_problem(plan.spec, communicator.num_ranks()));
+  const Plan plan = plan_of_ranks(o, communicator.num_ranks());
   Where where{device_of(device_from(o.device), communicator), {}};
   where.gpus = gather_gpus(communicator, where.device);
   const bool speaks = communicator.rank() == 0 && o.json != "-";
   if (speaks) introduce(communicator, where, plan, o);
-  ProblemSpec small = plan.spec;
-  const int64_t most = std::max<int64_t>(16, kVerifyElements / (plan.spec.hidden * communicator.num_ranks()));
-  for (int64_t& tokens : small.tokens) tokens = std::min(tokens, most);
+  int64_t verified_tokens = 0;
   {
     Progress progress("verify", 1, communicator.rank() == 0);
-    const std::string wrong = verify(communicator, plan, small, o, where.device);
+    const std::string wrong = verify_small(communicator, where, plan, o, &verified_tokens);
     if (!all_empty(communicator, wrong)) return 1;
   }
-  if (speaks) std::printf("verified against the reference, bit for bit (%ld tokens per rank)\n", static_cast<long>(small.tokens[0]));
+  if (speaks) std::printf("verified against the reference, bit for bit (%ld tokens per rank)\n", static_cast<long>(verified_tokens));
 
   Report report = new_report("turnout bench");
   for (const std::string& word : o.command_line.arguments) report.command += word == "bench" ? "" : " " + word;

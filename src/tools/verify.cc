@@ -6,8 +6,6 @@
 
 namespace turnout::tools {
 
-namespace {
-
 core::Topology topology_of(Communicator& communicator) {
   const int node = communicator.node();
   std::vector<int> nodes;
@@ -17,8 +15,6 @@ core::Topology topology_of(Communicator& communicator) {
   }
   return core::Topology::of(nodes);
 }
-
-}  // namespace
 
 TensorView rows_like(const DispatchResult& result, const std::byte* y, DType dtype, int64_t hidden) {
   if (result.x.ndim == 3) return TensorView::dense(y, dtype, {result.x.shape[0], result.x.shape[1], hidden});

@@ -2,6 +2,7 @@
 #pragma once
 #include <string>
 
+#include "core/topology.h"
 #include "tools/place.h"
 #include "tools/plan.h"
 #include "turnout/buffer.h"
@@ -15,6 +16,9 @@ TensorView rows_like(const DispatchResult& result, const std::byte* y, DType dty
 
 /// Whether expert output can lie where the rows arrived, in registered memory: a lease of the same type.
 bool in_place(const Plan& plan, const DispatchResult& result);
+
+/// Which ranks are of which node. Collective.
+core::Topology topology_of(Communicator& communicator);
 
 /// One dispatch and combine on all ranks, compared bit for bit. The first difference in words, or empty. Collective.
 std::string verify(Communicator& communicator, const Plan& plan, const ProblemSpec& spec, const BenchOptions& options, Device device);

@@ -62,7 +62,7 @@ using V = const EnvValue&;
 
 // clang-format off
 constexpr EnvVariable kTable[] = {
-    {"TURNOUT_LOG", "error, warn, info or debug", "warn", "Lines of this level and above are written to stderr.",
+    {"TURNOUT_LOG", "error, warn, info or debug", "warn", "Lines of this level and above are written to stderr, or given to a program's logging (docs/logging.md).",
      [](Env& e, V v) { e.log_level = static_cast<LogLevel>(v.choice({"error", "warn", "info", "debug"})); }},
     {"TURNOUT_TRANSPORT", "auto, inproc or shm", "auto", "Transport of Communicators that do not name one.",
      [](Env& e, V v) { e.transport = v.choice_text({"auto", "inproc", "shm"}); }},
@@ -106,6 +106,8 @@ constexpr EnvVariable kTable[] = {
      [](Env& e, V v) { e.device_memory = v.choice_text({"auto", "vmm", "ipc"}); }},
     {"TURNOUT_STAGING_BYTES", "bytes", "from row size and ranks", "Staging per peer, lane and call in flight (CPU) of Buffers that leave staging_bytes at 0.",
      [](Env& e, V v) { e.staging_bytes = v.integer<int64_t>(1, int64_t{1} << 46); }, "DEEP_EP_RDMA_CHUNK_SIZE"},
+    {"TURNOUT_TUNED_FILE", "path", "turnout/tuned.json in XDG_CONFIG_HOME, else in ~/.config", "Settings that were found best on a machine, for optimization level 2 (docs/tuned.md).",
+     [](Env& e, V v) { e.tuned_file = v.text(); }},
     {"TURNOUT_IB_SL", "0 to 15", "", "Service level of InfiniBand, for transports between hosts; no transport of this version has one.",
      [](Env& e, V v) { e.ib_service_level = v.integer(0, 15); }, "NVSHMEM_IB_SL"},
 };

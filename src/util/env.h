@@ -27,6 +27,7 @@ struct Env {
   std::optional<int> num_threads;
   std::string cpu_isa;
   std::string cuda_library, device_transport, device_memory;
+  std::string tuned_file;  ///< read by Python
 };
 
 /// Throws: InvalidArgument naming the variable, its value and what would do.

@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
@@ -28,11 +29,19 @@ Logger& logger() {
   return instance;
 }
 
-bool admitted(LogLevel level) {
-  // Not from env(): that logs, and may throw.
+/// What TURNOUT_LOG says. Not from env(): that logs, and may throw.
+LogLevel most_of_environment() {
   static const LogLevel most = read_log_level([](const char* name) -> const char* { return std::getenv(name); });  // NOLINT(concurrency-mt-unsafe)
-  return level <= most;
+  return most;
 }
+
+/// What TURNOUT_LOG says, or whoever set a callback.
+std::atomic<LogLevel>& most_admitted() {
+  static std::atomic<LogLevel> most = most_of_environment();
+  return most;
+}
+
+bool admitted(LogLevel level) { return level <= most_admitted().load(std::memory_order_relaxed); }
 
 }  // namespace
 
@@ -41,12 +50,16 @@ std::string_view name(LogLevel level) {
   return kNames[static_cast<int>(level)];
 }
 
+std::string line_of(LogLevel level, std::string_view text, int rank) {
+  const std::string who = rank >= 0 ? fmt::format("turnout [rank {}] ", rank) : "turnout ";
+  return fmt::format("{}{}: {}\n", who, name(level), text);
+}
+
 void log(LogLevel level, std::string_view text, int rank) {
   if (!admitted(level)) return;
   std::lock_guard lock(logger().mutex);
   if (logger().callback) return logger().callback(level, text, rank);
-  const std::string who = rank >= 0 ? fmt::format("turnout [rank {}] ", rank) : "turnout ";
-  const std::string line = fmt::format("{}{}: {}\n", who, name(level), text);
+  const std::string line = line_of(level, text, rank);
   std::fwrite(line.data(), 1, line.size(), stderr);
 }
 
@@ -59,8 +72,9 @@ void log_once(LogLevel level, std::string_view text, int rank) {
   log(level, text, rank);
 }
 
-void set_log_callback(LogCallback callback) {
+void set_log_callback(LogCallback callback, std::optional<LogLevel> most) {
   std::lock_guard lock(logger().mutex);
+  most_admitted() = callback && most ? *most : most_of_environment();
   logger().callback = std::move(callback);
 }
 

@@ -1,23 +1,26 @@
 // Leveled lines on stderr, or wherever the caller's callback puts them.
 #pragma once
-#include <functional>
+#include <optional>
+#include <string>
 #include <string_view>
+
+#include "turnout/log.h"
 
 namespace turnout::util {
 
-enum class LogLevel { error, warn, info, debug };
+using turnout::LogCallback;
+using turnout::LogLevel;
 
-/// Writes "turnout [rank r] <level>: <text>" if TURNOUT_LOG admits the level (default warn); without "[rank r]" for rank -1.
+/// Writes line_of(...) if TURNOUT_LOG admits the level (default warn).
 void log(LogLevel level, std::string_view text, int rank = -1);
 /// As log(), but a text is written once per process, whatever the rank.
 void log_once(LogLevel level, std::string_view text, int rank = -1);
 
-/// Receives the lines of every level that TURNOUT_LOG admits, without the prefix. Calls come one at a time, from any
-/// thread; it must not throw or log.
-using LogCallback = std::function<void(LogLevel level, std::string_view text, int rank)>;
-/// Lines go to `callback` instead of stderr; empty: stderr again.
-void set_log_callback(LogCallback callback);
+/// As the public one.
+void set_log_callback(LogCallback callback, std::optional<LogLevel> most = {});
 
 std::string_view name(LogLevel level);
+/// "turnout [rank r] <level>: <text>\n"; without "[rank r]" for rank -1.
+std::string line_of(LogLevel level, std::string_view text, int rank);
 
 }  // namespace turnout::util

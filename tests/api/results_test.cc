@@ -317,5 +317,49 @@ TEST(Results, TheFirstOneWithoutALeaseIsLogged) {
   support::expect_says(lines[0], {"warn: dispatch: no lease was free", "4096", "receive_bytes", "num_fresh_results()"});
 }
 
+TEST(Log, ACallbackOfTheCallersGetsTheLevelsThatItAsksFor) {
+  for (const LogLevel most : {LogLevel::warn, LogLevel::info, LogLevel::debug}) {
+    std::vector<std::string> lines;  // the log calls back one at a time
+    set_log_callback([&](LogLevel level, std::string_view text, int rank) { lines.push_back(util::line_of(level, text, rank)); }, most);
+    run_virtual_ranks(2, [](Communicator& comm) { Buffer(comm, small_config()); });
+    set_log_callback({});
+    ASSERT_EQ(lines.size(), most == LogLevel::warn ? 0u : most == LogLevel::info ? 1u : 3u);
+    if (most == LogLevel::warn) continue;
+    support::expect_says(lines[0], {"turnout [rank 0] info: 2 ranks over "});
+    if (most == LogLevel::debug) support::expect_says(lines[2], {"debug: Buffer: 6 experts, 4 tokens of 8 fp32", "KiB of symmetric memory"});
+  }
+}
+
+TEST(Results, TailsBecomeZero) {
+  for (Layout layout : {Layout::rank_major, Layout::expert_major, Layout::expert_slab}) {
+    run_virtual_ranks(2, [&](Communicator& comm) {
+      Buffer buffer(comm, small_config());
+      Tokens tokens(comm.rank());
+      tokens.args.layout = layout;
+      tokens.args.capacity = 14;
+      const DispatchResult want = buffer.dispatch(tokens.args);
+      const bool slab = layout == Layout::expert_slab;
+      const int64_t groups = slab ? 3 : 1, stride = slab ? 8 : 11;
+      std::vector<float> out(static_cast<size_t>(groups * 14 * stride), -7.0f);
+      tokens.args.out = slab ? TensorView::dense(out.data(), DType::fp32, {3, 14, 8}) : TensorView::matrix(out.data(), DType::fp32, 14, 8, stride);
+      tokens.args.zero_tail = true;
+      const DispatchResult got = buffer.dispatch(tokens.args);
+      int64_t filled = 0;
+      for (int64_t row = 0; row < groups * 14; ++row) {
+        const int64_t present = slab ? want.expert_counts.as<int32_t>()[row / 14] : *want.num_rows.as<int64_t>();
+        const bool is_there = row % 14 < present;
+        filled += is_there;
+        for (int64_t h = 0; h < stride; ++h) {
+          const float at = out[static_cast<size_t>(row * stride + h)];
+          if (h >= 8) ASSERT_EQ(at, -7.0f) << "written between rows";
+          else ASSERT_EQ(at == 0, !is_there) << "row " << row;
+        }
+      }
+      EXPECT_GT(filled, 0);
+      EXPECT_LT(filled, groups * 14);
+    });
+  }
+}
+
 }  // namespace
 }  // namespace turnout::testing

@@ -67,15 +67,22 @@ class CommandOnGpus : public ::testing::Test {
 };
 
 TEST_F(CommandOnGpus, SelftestPasses) {
-  const Answer a = ask("selftest --device cuda" + two_ranks());
+  const Answer a = ask("selftest --device auto --seconds 0.1" + two_ranks());
   EXPECT_EQ(a.status, 0) << a.text;
-  EXPECT_NE(a.text.find("90 passed, 0 failed"), std::string::npos) << a.text;
+  EXPECT_NE(a.text.find("210 passed, 0 failed"), std::string::npos) << a.text;  // 202 cases, 8 of them timed
 }
 
 TEST_F(CommandOnGpus, SelftestPassesOnOneGpu) {
-  const Answer a = ask("selftest --device cuda:0 --ranks 3 --placement threads");
+  const Answer a = ask("selftest --device cuda:0 --ranks 3 --seconds 0");
   EXPECT_EQ(a.status, 0) << a.text;
-  EXPECT_NE(a.text.find("90 passed, 0 failed"), std::string::npos) << a.text;
+  EXPECT_NE(a.text.find("202 passed, 0 failed"), std::string::npos) << a.text;
+}
+
+TEST_F(CommandOnGpus, ACorruptSelftestFails) {
+  const Answer a = ask("selftest --device cuda:0 --ranks 2 --corrupt");
+  EXPECT_EQ(a.status, 1) << a.text;
+  EXPECT_NE(a.text.find("FAILED throughput, rank_major, exact, bf16, wire payload: rank 1: x[0] differs"), std::string::npos) << a.text;
+  EXPECT_NE(a.text.find("201 passed, 1 failed"), std::string::npos) << a.text;
 }
 
 TEST_F(CommandOnGpus, BenchReports) {

@@ -1,5 +1,6 @@
 """A process of test_jax: ranks over jax.distributed, or one rank of a launcher's.  Arguments: mesh ADDRESS RANK PROCESSES | one"""
 
+import os
 import sys
 
 import jax
@@ -38,12 +39,16 @@ def check(apply, arrays, expected, num_ranks):
 
 
 def over_mesh(address, rank, num_processes):
-    jax.config.update("jax_num_cpu_devices", 2)
-    jax.distributed.initialize(address, num_processes, rank)
-    num_ranks = 2 * num_processes
+    """Two CPU devices in each process, or a GPU."""
+    on_gpu = "cuda" in os.environ["JAX_PLATFORMS"]
+    here = 1 if on_gpu else 2
+    if not on_gpu:
+        jax.config.update("jax_num_cpu_devices", here)
+    jax.distributed.initialize(address, num_processes, rank, local_device_ids=[rank] if on_gpu else None)
+    num_ranks = here * num_processes
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("expert",))
     buffer = tj.Buffer(mesh, "expert", **CONFIG)
-    assert buffer.num_ranks == num_ranks and len(buffer.buffers) == 2
+    assert buffer.num_ranks == num_ranks and len(buffer.buffers) == here
     spec = jax.sharding.PartitionSpec("expert")
     sharding = jax.sharding.NamedSharding(mesh, spec)
     arrays = [jax.make_array_from_callback(a.shape, sharding, lambda place, a=a: a[place]) for a in problem(num_ranks)]
@@ -55,10 +60,18 @@ def over_mesh(address, rank, num_processes):
 
     check(apply, arrays, expected, num_ranks)
     buffer.close()
+    try:
+        tj.Buffer(jax.sharding.Mesh(np.array(jax.devices()[:here]), ("expert",)), "expert", **CONFIG)  # all of process 0
+    except turnout.InvalidArgument as error:
+        assert rank != 0 and "no device of this process" in str(error), error
+    else:
+        assert rank == 0
 
 
 def of_a_launcher():
     communicator = turnout.Communicator.from_env()
+    if jax.default_backend() == "gpu":
+        jax.config.update("jax_default_device", jax.local_devices()[communicator.local_rank % jax.local_device_count()])
     rank, num_ranks = communicator.rank, communicator.num_ranks
     buffer = tj.Buffer.from_communicator(communicator, **CONFIG)
     mine = slice(rank * TOKENS, (rank + 1) * TOKENS)

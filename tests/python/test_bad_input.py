@@ -157,6 +157,31 @@ def test_a_mistake_of_one_rank_raises_on_all(mistake):
     on_ranks(3, body)
 
 
+@pytest.mark.parametrize(
+    "what, differs",
+    [
+        ("width", lambda x, idx, weights: dict(x=x[:, :40].copy(), topk_idx=idx, topk_weights=weights)),
+        ("experts per token", lambda x, idx, weights: dict(x=x, topk_idx=idx[:, :2].copy(), topk_weights=weights[:, :2].copy())),
+        ("dtype", lambda x, idx, weights: dict(x=x.astype(np.float16), topk_idx=idx, topk_weights=weights)),
+        ("weights", lambda x, idx, weights: dict(x=x, topk_idx=idx)),
+        ("layout", lambda x, idx, weights: dict(x=x, topk_idx=idx, topk_weights=weights, layout="expert_major")),
+        ("capacity", lambda x, idx, weights: dict(x=x, topk_idx=idx, topk_weights=weights, capacity=9)),
+    ],
+)
+def test_what_differs_on_one_rank_only(what, differs):
+    """Each is right by itself, so it takes all ranks to find it: all raise, with who gave what."""
+
+    def body(buffer, rank):
+        x, idx, weights = problem(rank)
+        arguments = differs(x, idx, weights) if rank == 1 else dict(x=x, topk_idx=idx, topk_weights=weights)
+        with pytest.raises(turnout.InvalidArgument, match="rank 0.*rank 1|rank 1"):
+            buffer.dispatch(**arguments)
+        got = buffer.dispatch(x, idx, weights, layout="expert_major")
+        assert np.array_equal(buffer.combine(got.x, got.handle).x, x * (idx >= 0).sum(1, keepdims=True))
+
+    on_ranks(3, body)
+
+
 def test_ranks_that_disagree_raise_with_a_table():
     def body(communicator):
         with pytest.raises(turnout.InvalidArgument, match="max_topk: rank 0 = 2, rank 1 = 3"):

@@ -1,5 +1,6 @@
 """turnout.torch: operators with gradients, against the same layer without ranks."""
 
+import gc
 import pathlib
 import subprocess
 import sys
@@ -255,13 +256,91 @@ def test_what_is_wrong_is_told(alone):
         tt.dispatch(alone, x, idx.float())
     with pytest.raises(turnout.InvalidArgument, match="init_process_group"):
         tt.Buffer.from_group(num_experts=2, hidden=8, max_tokens_per_rank=4)
-    number = tt.dispatch(alone, x.requires_grad_(), idx)
     other = make(turnout.Communicator.from_env())
-    out = tt.combine(other, x, tt.dispatch(other, x, idx))
+    out = tt.combine(other, x.requires_grad_(), tt.dispatch(other, x, idx))
+    number = other._number
     del other
+    out.sum().backward()  # what is to be differentiated keeps its Buffer
+    del out
+    gc.collect()
     with pytest.raises(turnout.InvalidArgument, match="Buffer of this operator is gone"):
-        out.sum().backward()
-    assert number.num_tokens == len(x)
+        torch.ops.turnout.dispatch(x, idx, None, number, "rank_major", -1, 1, "payload", "auto", 0, 0)
+
+
+@pytest.mark.parametrize("layout, capacity", [*FORMS, ("rank_major", None), ("rank_major", 20)])
+def test_operators_and_direct_calls_are_the_same(layout, capacity):
+    """Bit for bit: results, and gradients."""
+
+    def body(buffer, rank):
+        x, idx, weights = problem(rank)
+        x, weights = x.requires_grad_(), weights.float().requires_grad_()
+        operators = torch.ops.turnout
+
+        def by_operators():
+            common = ("auto", 0, 0)
+            rows, arrived, *others, handle = operators.dispatch(
+                x, idx, weights, buffer._number, layout, -1 if capacity is None else capacity, 1, "payload", *common
+            )
+            row_weights = None if layout == "rank_major" else arrived
+            out, _ = operators.combine(rows.tanh(), handle, row_weights, None, buffer._number, *idx.shape, capacity is not None, "payload", *common)
+            return [out, rows, arrived, *others]
+
+        def direct():
+            sent = tt.dispatch(buffer, x, idx, weights, layout=layout, capacity=capacity)
+            assert type(sent) is tt._Sent and isinstance(sent, tt.Dispatched)
+            out = tt.combine(buffer, sent.x.tanh(), sent, weights=None if layout == "rank_major" else sent.topk_weights)
+            return [out, sent.x, sent.topk_weights, sent.topk_idx, sent.expert_counts, sent.expert_offsets, sent.sorted_rows, sent.num_rows]
+
+        results = []
+        for way in (by_operators, direct):
+            outputs = way()
+            loss = outputs[0].square().sum() + outputs[1].sum() + (outputs[2] * torch.arange(outputs[2].numel()).reshape(outputs[2].shape)).sum()
+            results.append([*outputs, *torch.autograd.grad(loss, [x, weights])])
+        for first, second in zip(*results, strict=True):
+            assert first.dtype == second.dtype and torch.equal(first, second)
+
+    on_ranks(2, body)
+
+
+def test_rows_that_nothing_came_for_are_zero(alone):
+    x, idx, weights = problem(0, tokens=4)
+    weights = weights.float()
+    for layout, capacity in [("rank_major", 30), ("expert_major", 30), ("expert_slab", 12)]:
+        junk = alone.dispatch(torch.full_like(x, torch.nan), idx, weights, layout=layout, capacity=capacity)
+        del junk
+        got = alone.dispatch(x, idx, weights, layout=layout, capacity=capacity, zero_tail=True)
+        sent = tt.dispatch(alone, x, idx, weights, layout=layout, capacity=capacity)
+        for rows, arrived in ((got.x, got.topk_weights), (sent.x, sent.topk_weights)):
+            assert not rows.isnan().any() and (rows.abs().sum(-1) > 0).sum() == (len(x) if layout == "rank_major" else idx.numel())
+            assert (arrived != 0).sum() == idx.numel()
+    with pytest.raises(turnout.InvalidArgument, match="zero_tail is 1 .int., but must be True or False"):
+        alone.dispatch(x, idx, zero_tail=1)
+
+
+def test_tensors_of_what_was_sent_are_made_when_asked_for(alone):
+    x, idx, _ = problem(0)
+    sent = tt.dispatch(alone, x, idx, layout="expert_major")
+    assert not {"handle", "expert_counts", "topk_weights"} & vars(sent).keys()
+    assert sent.topk_weights.numel() == 0 and sent.topk_weights.dtype == torch.float32 and sent.expert_counts is sent.expert_counts
+    assert sent.handle.dtype == torch.int64 and {"handle", "expert_counts", "topk_weights"} <= vars(sent).keys()
+    with pytest.raises(AttributeError, match="no attribute 'rows'"):
+        _ = sent.rows
+    assert "expert_offsets=tensor" in repr(sent)
+
+
+def test_gradients_are_differentiable_once(alone):
+    x, idx, weights = problem(0)
+    out = layer(alone, x.requires_grad_(), idx, weights, "expert_major", None)
+    (gradient,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.sum().backward()
+
+
+def test_profiles_name_the_operators(alone):
+    x, idx, _ = problem(0)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        tt.combine(alone, x, tt.dispatch(alone, x, idx))
+    assert {"turnout::dispatch", "turnout::combine"} <= {event.key for event in profile.key_averages()}
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])

@@ -28,6 +28,16 @@ def check_groups(rank, num_ranks):
         idx = torch.tensor([[0, EXPERTS - 1]] * 3)
         sent = tt.dispatch(buffer, x, idx, layout="expert_major")
         assert torch.equal(tt.combine(buffer, sent.x, sent), 2 * x)
+    if num_ranks == 4:  # neighbours that are none, and a group of one; who is not in a group does not call
+        for members in ([0, 2, 3], [1]):
+            group = dist.new_group(members)
+            if rank not in members:
+                continue
+            buffer = make(group)
+            assert (buffer.rank, buffer.num_ranks) == (members.index(rank), len(members))
+            x = torch.full((rank, HIDDEN), float(rank), dtype=torch.float64)
+            sent = tt.dispatch(buffer, x, torch.arange(rank)[:, None] + torch.arange(2) * 4, layout="expert_slab", capacity=8)
+            assert torch.equal(tt.combine(buffer, sent.x, sent), 2 * x)
     if num_ranks > 1:
         try:
             make(groups[1 - rank % 2])

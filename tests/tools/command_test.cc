@@ -82,8 +82,9 @@ TEST(Command, LaunchKeepsWhatTheCallerSaysOfTheRendezvous) {
 }
 
 TEST(Command, OutputThatCannotBeWritten) {
-  for (const char* words : {"version", "--version", "--help", "demo --ranks 1", "demo --ranks 2", "bench --ranks 1 --tokens 4 --hidden 64 --iters 1",
-                            "bench --ranks 1 --tokens 4 --hidden 64 --iters 1 --json -", "selftest --ranks 1", "launch -n 1 --tag -- echo word"}) {
+  for (const char* words :
+       {"version", "--version", "--help", "demo --ranks 1", "demo --ranks 2", "bench --ranks 1 --tokens 4 --hidden 64 --iters 1",
+        "bench --ranks 1 --tokens 4 --hidden 64 --iters 1 --json -", "selftest --ranks 1 --seconds 0", "launch -n 1 --tag -- echo word"}) {
     const Answer a = answer_of("{ timeout 60 " TURNOUT_COMMAND " " + std::string(words) + " >/dev/full </dev/null; } 2>&1");
     EXPECT_EQ(a.status, 3) << words << "\n" << a.text;
     EXPECT_NE(a.text.find("output"), std::string::npos) << words << "\n" << a.text;
@@ -104,7 +105,7 @@ TEST(Command, UnderALauncherItsWordCounts) {
 }
 
 TEST(Command, TheReportOfASelftestNamesItsCases) {
-  const Answer a = ask("selftest --ranks 1 --json -");
+  const Answer a = ask("selftest --ranks 1 --seconds 0 --json -");
   EXPECT_EQ(a.status, 0);
   EXPECT_NE(a.text.find(": passed\""), std::string::npos) << a.text.substr(0, 2000);
 }

@@ -43,6 +43,20 @@ TEST(Log, OnceIsOncePerText) {
   EXPECT_EQ(catcher.lines, (std::vector<std::string>{"said once", "another"}));
 }
 
+TEST(Log, ACallbackMayAskForMoreThanTheEnvironment) {
+  std::vector<std::string> lines;
+  util::set_log_callback([&](LogLevel level, std::string_view text, int rank) { lines.push_back(line_of(level, text, rank)); }, LogLevel::info);
+  log(LogLevel::info, "of a rank", 2);
+  log(LogLevel::debug, "too fine");
+  log(LogLevel::error, "of the process");
+  util::set_log_callback({}, LogLevel::debug);  // nobody asks any more: the environment counts
+  testing::internal::CaptureStderr();
+  log(LogLevel::info, "not admitted");
+  log(LogLevel::warn, "admitted");
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "turnout warn: admitted\n");
+  EXPECT_EQ(lines, (std::vector<std::string>{"turnout [rank 2] info: of a rank\n", "turnout error: of the process\n"}));
+}
+
 TEST(Log, LinesOfSeveralThreadsAllArrive) {
   Catcher catcher;
   std::vector<std::thread> threads;

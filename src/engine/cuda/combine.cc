@@ -6,6 +6,7 @@
 #include "engine/cuda/host_link.h"
 #include "engine/cuda/kernels.h"
 #include "engine/cuda/pending.h"
+#include "engine/cuda/tail.h"
 #include "engine/cuda/throughput/bulk.h"
 #include "transport/device/driver.h"
 
@@ -206,8 +207,28 @@ void PendingCall::receive_on(cudaStream_t side) {
   check(cudaEventRecord(received, side), "cudaEventRecord");
 }
 
+/// In order of the stream, after what receives.
+void PendingCall::zero_tail_of_result() {
+  const DispatchArgs& a = dispatch;
+  const Routing& r = routing->view;
+  const bool by_expert = a.layout == Layout::expert_slab, by_rank = a.layout == Layout::rank_major;
+  TailArgs tail;
+  tail.num_groups = by_expert ? a.num_local : 1;
+  tail.group_rows = by_expert ? a.capacity : a.result_rows;
+  tail.counts = by_expert ? r.expert_counts : nullptr;
+  tail.num_rows = r.num_rows;
+  tail.add(a.out_x, a.out_stride, a.x_bytes);
+  tail.add(a.out_scales, a.scale_bytes, a.scale_bytes);
+  for (int s = 0; s < a.num_side; ++s) tail.add(a.side[s].out, a.side[s].bytes, a.side[s].bytes);
+  const int64_t weights = by_rank ? int64_t{4} * a.num_topk : 4;
+  if (a.has_weights && !a.cached) tail.add(by_rank ? r.recv_weights : r.row_weights, weights, weights);
+  CurrentDevice current(engine_->device_);
+  check(launch_zero_tail(tail, engine_->num_sms_, stream), "zero_tail kernel");
+}
+
 DeviceDispatch PendingCall::finish_dispatch() {
   join();
+  if (zero_tail) zero_tail_of_result();
   DispatchArgs& a = dispatch;
   DeviceDispatch out;
   struct Keep {

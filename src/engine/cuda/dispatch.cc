@@ -331,6 +331,7 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
   LaneState& lane = lanes_[static_cast<size_t>(args.lane)];
   auto pending = std::make_unique<PendingCall>(shared_from_this(), args.lane, stream);
   pending->is_dispatch = true;
+  pending->zero_tail = args.zero_tail && routing.capacity >= 0;
   DispatchArgs& a = pending->dispatch;
   a = dispatch_args(args, facts, routing);
   if (is_low_latency(a)) {

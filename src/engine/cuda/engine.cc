@@ -9,6 +9,7 @@
 #include "engine/cuda/carver.h"
 #include "engine/cuda/kernels.h"
 #include "engine/cuda/sizes.h"
+#include "engine/cuda/tail.h"
 #include "engine/cuda/throughput/bulk.h"
 #include "transport/device/driver.h"
 #include "transport/device/gpu.h"
@@ -87,6 +88,7 @@ void load_kernels(int device, cudaStream_t stream) {
   check(prepare_combine(), "loading the combine kernels");
   check(prepare_ll_dispatch(), "loading the low_latency dispatch kernels");
   check(prepare_ll_combine(), "loading the low_latency combine kernels");
+  check(prepare_zero_tail(), "loading the zero_tail kernel");
   check(prepare_local_memory(stream), "taking local memory");
 }
 

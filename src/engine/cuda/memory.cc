@@ -257,9 +257,10 @@ void Memory::deallocate_returned() {
 void Memory::give_back(const Piece& piece) noexcept {
   try {
     if (!piece.data) return;
+    if (allocator_ && piece.capture) return;  // a graph reads and writes it at every replay
+    if (allocator_ && allocator_->is_stream_ordered()) return allocator_->deallocate(piece.data, piece.num_bytes);
     std::lock_guard lock(mutex_);
     if (allocator_) {
-      if (piece.capture) return;  // a graph reads and writes it at every replay
       transport::device::CurrentDevice current(device_);
       Returned r{piece.data, piece.num_bytes, nullptr};
       if (!capture_of(piece.stream)) {

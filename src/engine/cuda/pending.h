@@ -29,6 +29,7 @@ class PendingCall : public DevicePending {
   std::shared_ptr<Engine> engine_;
   bool is_open_ = false;
   void join();
+  void zero_tail_of_result();
 
  public:
   int lane;
@@ -37,6 +38,7 @@ class PendingCall : public DevicePending {
   uint64_t generation;
   uint64_t epoch = 0;  ///< number of the call on its lane
   bool is_dispatch = false;
+  bool zero_tail = false;
   bool receives_now = true;        ///< the receiving part is issued, if there is one apart from the call
   cudaEvent_t received = nullptr;  ///< resident
   DispatchArgs dispatch{};

@@ -91,7 +91,12 @@ void check(CUresult result, std::string_view what, std::source_location place) {
 }
 
 CurrentDevice::CurrentDevice(int device) {
-  check(driver().ctx_push_current(primary_context(device)), "making device " + std::to_string(device) + " current");
+  thread_local int last = -1;
+  thread_local CUcontext context = nullptr;  // of `last`: every call of a Buffer comes here
+  if (last != device) context = primary_context(device), last = device;
+  const CUresult pushed = driver().ctx_push_current(context);
+  if (pushed != CUDA_SUCCESS) [[unlikely]]
+    check(pushed, "making device " + std::to_string(device) + " current");
   (void)cudaThreadExchangeStreamCaptureMode(&capture_mode_);
 }
 
