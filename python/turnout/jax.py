@@ -182,7 +182,7 @@ def combine(
     """Brings rows back to their tokens and adds them: [T, H'] of y's dtype. Collective, and so is its backward pass (a dispatch).
 
     y: [N, H'] or [Le, C, H'], a row for each of sent.x. weights: one per row, applied in fp32 where the sum is made, e.g. sent.topk_weights
-    (expert_major and expert_slab). wire: as in turnout.Buffer.combine. lane: None: that of the dispatch.
+    (expert_major and expert_slab). wire: as in turnout.Buffer.combine. lane: None: that of the dispatch. Errors: as dispatch.
     """
     if not isinstance(buffer, Buffer) or buffer._number != sent.call.buffer:
         raise InvalidArgument(f"combine: buffer is {buffer!r}, but must be the turnout.jax.Buffer that `sent` came from")
