@@ -111,7 +111,7 @@ def make(python, number, folder, work, out, programs, options):
     built = work / f"built-{number[0]}.{number[1]}"
     shutil.rmtree(built, ignore_errors=True)
     defines = dict(TURNOUT_CUDA=options.cuda, TURNOUT_GLIBC=options.glibc, TURNOUT_ZIG=f"{programs / 'python'};-m;ziglang")
-    settings = [word for name, value in defines.items() for word in ("-C", f"cmake.define.{name}={value}")]
+    settings = [word for name, value in defines.items() for word in ("--config-settings", f"cmake.define.{name}={value}")]
     base = {**os.environ, "CCACHE_BASEDIR": str(folder), "CCACHE_NOHASHDIR": "1"}
     builder = environment(work / f"builder-{number[0]}.{number[1]}", python)
     pip(builder, "wheel", "--no-deps", "-w", built, *settings, folder, env=base)

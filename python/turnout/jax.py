@@ -221,7 +221,7 @@ def _groups(mesh: jax.sharding.Mesh, names: tuple[str, ...]) -> np.ndarray:
     return mesh.devices.transpose(*others, *places).reshape(-1, num_ranks)
 
 
-class _LocalStore(dict):
+class _LocalStore(dict[str, bytes]):
     """Keys and values of the threads of one process."""
 
     set = dict.__setitem__

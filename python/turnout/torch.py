@@ -182,7 +182,7 @@ class MoELayer(nn.Module):
 
     Each rank holds the weights of its own experts (`buffer.local_experts`), so their gradients are complete on that rank; the gate is on all
     ranks, and its gradient is averaged like that of any other shared parameter. With `capacity` (rows per local expert) shapes are static
-    and tokens beyond it are dropped; without, nothing is dropped and the rows per expert are read on the host.
+    and tokens beyond it are dropped; without, nothing is dropped and the rows per expert are read on the host. Errors as dispatch.
     """
 
     def __init__(
