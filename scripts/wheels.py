@@ -144,7 +144,7 @@ def main():
     parser.add_argument("--cuda", choices=["AUTO", "ON", "OFF"], default="AUTO")
     parser.add_argument("--glibc", default="2.28")
     parser.add_argument("python", nargs="*")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     found = interpreters(options.python)
     if not found:
         print("wheels.py: no Python of 3.10 or newer is here: name one, or install it")
