@@ -1,10 +1,11 @@
 # TURNOUT_CUDA=AUTO builds libturnout_cuda.so where it can be built, ON insists, OFF does not. Sets TURNOUT_HAS_CUDA.
-# Architectures: CMAKE_CUDA_ARCHITECTURES, else TORCH_CUDA_ARCH_LIST, else real code for sm_80, sm_90 and sm_100.
+# Architectures: CMAKE_CUDA_ARCHITECTURES, else TORCH_CUDA_ARCH_LIST, else real code for sm_80, sm_90 and, where nvcc knows it, sm_100.
 if(NOT TURNOUT_CUDA MATCHES "^(AUTO|ON|OFF)$")
   message(FATAL_ERROR "TURNOUT_CUDA=${TURNOUT_CUDA}: use AUTO, ON or OFF")
 endif()
 set(TURNOUT_HAS_CUDA FALSE)
-set(TURNOUT_CUDA_OLDEST 12.8)  # the first that knows sm_100
+set(TURNOUT_CUDA_OLDEST 12.4)
+set(TURNOUT_CUDA_SM100 12.8)  # the first that knows sm_100
 
 # turnout_no_cuda(WHY): an error if CUDA was insisted on.
 macro(turnout_no_cuda why)
@@ -39,15 +40,20 @@ if(NOT CMAKE_CUDA_COMPILER)
   endif()
 endif()
 execute_process(COMMAND ${CMAKE_CUDA_COMPILER} --version OUTPUT_VARIABLE nvcc_version ERROR_QUIET)
-if(NOT nvcc_version MATCHES "release ([0-9.]+)" OR CMAKE_MATCH_1 VERSION_LESS TURNOUT_CUDA_OLDEST)
-  turnout_no_cuda("${CMAKE_CUDA_COMPILER} is of CUDA '${CMAKE_MATCH_1}', and ${TURNOUT_CUDA_OLDEST} or newer is needed")
+string(REGEX MATCH "release ([0-9.]+)" nvcc_release "${nvcc_version}")
+set(nvcc_release "${CMAKE_MATCH_1}")
+if(nvcc_release STREQUAL "" OR nvcc_release VERSION_LESS TURNOUT_CUDA_OLDEST)
+  turnout_no_cuda("${CMAKE_CUDA_COMPILER} is of CUDA '${nvcc_release}', and ${TURNOUT_CUDA_OLDEST} or newer is needed")
 endif()
 
 if(NOT CMAKE_CUDA_ARCHITECTURES)
   if(NOT "$ENV{TORCH_CUDA_ARCH_LIST}" STREQUAL "")
     turnout_torch_architectures("$ENV{TORCH_CUDA_ARCH_LIST}" CMAKE_CUDA_ARCHITECTURES)
   else()
-    set(CMAKE_CUDA_ARCHITECTURES 80-real 90-real 100-real)
+    set(CMAKE_CUDA_ARCHITECTURES 80-real 90-real)
+    if(NOT nvcc_release VERSION_LESS TURNOUT_CUDA_SM100)
+      list(APPEND CMAKE_CUDA_ARCHITECTURES 100-real)
+    endif()
   endif()
 endif()
 set(CMAKE_CUDA_ARCHITECTURES "${CMAKE_CUDA_ARCHITECTURES}" CACHE STRING "GPU architectures that get code" FORCE)

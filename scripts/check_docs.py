@@ -52,7 +52,7 @@ def check_links(root, pages):
 
 def check_names(root, pages):
     known = set(re.findall(r"TURNOUT_\w+", (root / "CMakeLists.txt").read_text()))
-    for folder in ("include", "src"):
+    for folder in ("include", "src", "cmake"):
         for source in (root / folder).rglob("*.[hc]*"):
             known |= set(re.findall(r"TURNOUT_\w+", source.read_text(errors="replace")))
     for page in pages:

@@ -26,7 +26,7 @@ std::string list_of(const char* const* words) {
 
 int index_of(nb::handle word, const char* const* words, const char* argument) {
   if (PyUnicode_Check(word.ptr())) {
-    const char* const text = PyUnicode_AsUTF8(word.ptr());
+    const char* const text = PyUnicode_AsUTF8AndSize(word.ptr(), nullptr);
     if (!text) throw nb::python_error();
     for (int i = 0; words[i]; ++i) {
       if (std::strcmp(text, words[i]) == 0) return i;

@@ -40,7 +40,7 @@ void* address_of(const TensorView& view) { return view.data ? view.data : nothin
 
 nb::tuple tuple_of(const std::array<int64_t, 3>& numbers, int n, int64_t factor = 1) {
   nb::object tuple = nb::steal(PyTuple_New(n));
-  for (int i = 0; i < n; ++i) PyTuple_SET_ITEM(tuple.ptr(), i, PyLong_FromLongLong(numbers[static_cast<size_t>(i)] * factor));
+  for (int i = 0; i < n; ++i) PyTuple_SetItem(tuple.ptr(), i, PyLong_FromLongLong(numbers[static_cast<size_t>(i)] * factor));
   return nb::cast<nb::tuple>(tuple);
 }
 

@@ -1,5 +1,6 @@
 #include "bindings/lifetime.h"
 
+#include <dlfcn.h>
 #include <pthread.h>
 
 #include <atomic>
@@ -38,15 +39,21 @@ std::atomic<Open*> here{new Open};
 
 namespace {
 
-bool is_finalizing() {
-#if PY_VERSION_HEX >= 0x030D0000
-  return Py_IsFinalizing() != 0;
-#else
-  return _Py_IsFinalizing() != 0;
-#endif
+/// What the stable interface of Python 3.12 leaves out, though every interpreter has it: asked for by name.
+using Question = int (*)();
+Question question(const char* name) { return reinterpret_cast<Question>(dlsym(RTLD_DEFAULT, name)); }
+
+bool is_finalizing() noexcept {
+  static const Question now = question("Py_IsFinalizing"), before = question("_Py_IsFinalizing");  // its name until 3.13
+  return (now && now()) || (!now && before && before());
 }
 
 }  // namespace
+
+bool holds_interpreter() noexcept {
+  static const Question check = question("PyGILState_Check");
+  return check && check();
+}
 
 void watch_forks() {
   static const int registered = pthread_atfork(nullptr, nullptr, [] {
@@ -108,7 +115,7 @@ Unlocked::Unlocked() {
   if (!ends.load()) released_.emplace();
 }
 
-bool can_call_python() noexcept { return Py_IsInitialized() && (PyGILState_Check() || !is_finalizing()); }
+bool can_call_python() noexcept { return Py_IsInitialized() && (holds_interpreter() || !is_finalizing()); }
 
 void drop(PyObject* object) noexcept {
   if (!object || !can_call_python()) return;

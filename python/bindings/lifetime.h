@@ -42,6 +42,8 @@ class Unlocked {
   std::optional<nb::gil_scoped_release> released_;
 };
 
+/// Whether this thread has the interpreter's lock.
+bool holds_interpreter() noexcept;
 /// Whether this thread may take the interpreter's lock, or has it: once the interpreter ends, nobody else gets it any more.
 bool can_call_python() noexcept;
 /// Lets go of a reference from any thread, with or without the interpreter's lock; once the interpreter is gone, not at all.

@@ -21,7 +21,7 @@ struct Kept {
   Kept& operator=(const Kept&) = delete;
   ~Kept() {
     drop(out);
-    if (!allocator || !PyGILState_Check()) return;
+    if (!allocator || !holds_interpreter()) return;
     // Whoever waits for a lock of the library must not hold the interpreter's: the allocator's turn may come meanwhile.
     const Unlocked unlocked;
     result = Result();

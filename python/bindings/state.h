@@ -26,7 +26,7 @@ inline nb::handle forever(nb::object object) { return object.release(); }
 /// str(object).
 inline std::string text_of(nb::handle object) {
   const nb::object text = nb::steal(PyObject_Str(object.ptr()));
-  const char* const words = text.is_valid() ? PyUnicode_AsUTF8(text.ptr()) : nullptr;
+  const char* const words = text.is_valid() ? PyUnicode_AsUTF8AndSize(text.ptr(), nullptr) : nullptr;
   if (!words) throw nb::python_error();
   return words;
 }

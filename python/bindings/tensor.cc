@@ -72,7 +72,7 @@ std::optional<DType> dtype_of(const dlpack::DataType& type) {
   return std::nullopt;
 }
 
-int64_t item(PyObject* tuple, Py_ssize_t i) { return PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, i)); }
+int64_t item(PyObject* tuple, Py_ssize_t i) { return PyLong_AsLongLong(PyTuple_GetItem(tuple, i)); }
 
 bool is_grad_enabled() {
   const nb::handle torch = imported_module("torch");
@@ -118,7 +118,7 @@ Input from_torch(nb::handle array, const Wanted& wanted) {
                          ".detach(), or call turnout.torch, which differentiates");
     }
     const nb::object shape = get_attribute(array, n.shape), strides = call_method(array, n.stride);
-    const Py_ssize_t ndim = PyTuple_GET_SIZE(shape.ptr());
+    const Py_ssize_t ndim = PyTuple_Size(shape.ptr());
     set_extents(input, wanted, array, ndim);
     for (Py_ssize_t d = 0; d < ndim; ++d) {
       input.view.shape[static_cast<size_t>(d)] = item(shape.ptr(), d);

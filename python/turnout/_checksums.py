@@ -31,6 +31,7 @@ def of(x: Any) -> Any:
 
 def first_wrong(result: Any) -> int | list[int] | None:
     """The first row of a dispatch whose checksum, the last of its side arrays, is not that of the row; of a slab [expert, row]."""
+    present: list[tuple[Any, bool]]
     wrong = (of(result.x) != result.side[-1])[..., 0].tolist()
     counts, starts = result.expert_counts.tolist(), result.expert_offsets.tolist()
     if result.x.ndim == 3:

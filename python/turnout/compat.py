@@ -103,7 +103,7 @@ class EventOverlap:
 
 
 class Buffer(turnout.Buffer):
-    """turnout.Buffer with constructor arguments and settings by their usual names."""
+    """turnout.Buffer with constructor arguments and settings by their usual names. Errors: as those of turnout.Buffer."""
 
     def __init__(
         self, communicator: turnout.Communicator, *, nvl_buffer_size: int = 0, rdma_buffer_size: int = 0, use_low_latency_kernel: bool = False,

@@ -204,7 +204,7 @@ def combine(
     """Brings rows back to their tokens and adds them: [T, H'] of y's dtype. Collective, and so is its backward pass (a dispatch).
 
     y: [N, H'] or [Le, C, H'], a row for each of sent.x. weights: one per row, applied in fp32 where the sum is made, e.g. sent.topk_weights
-    (expert_major and expert_slab). wire: as in turnout.Buffer.combine. lane: None: that of the dispatch.
+    (expert_major and expert_slab). wire: as in turnout.Buffer.combine. lane: None: that of the dispatch. Errors: as dispatch.
     """
     if unknown:
         raise _unknown_argument(combine, "combine", unknown)
@@ -270,7 +270,7 @@ def _groups(mesh: jax.sharding.Mesh, names: tuple[str, ...]) -> np.ndarray:
     return mesh.devices.transpose(*others, *places).reshape(-1, num_ranks)
 
 
-class _LocalStore(dict):
+class _LocalStore(dict[str, bytes]):
     """Keys and values of the threads of one process."""
 
     set = dict.__setitem__

@@ -67,7 +67,7 @@ def moe(
     x: [T, H] fp16, bf16, fp32 or fp64, shared out evenly. topk_idx: int [T, K], -1: none. topk_weights: fp32 [T, K].
     expert: called as expert(number, rows) with the rows [n, H] of one expert; gives [n, H'].
     wire: 'rows': the same bits for any number of ranks; else as in Buffer.combine. config: as in Buffer.
-    Returns [T, H'] of the dtype that the experts give.
+    Returns [T, H'] of the dtype that the experts give. Raises InvalidArgument as Buffer does, and what an expert raises.
     """
     for name, array in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
         if not isinstance(array, np.ndarray) or array.ndim != 2:

@@ -173,7 +173,7 @@ def dispatch(
 
     x: [T, H] fp16, bf16, fp32 or fp64. topk_idx: [T, K] int32 or int64, -1: none. topk_weights: [T, K], moved as fp32.
     gradient_wire: wire of the backward pass; 'rows': the same bits for any number of ranks (expert_major and expert_slab).
-    The rest as in turnout.Buffer.dispatch.
+    The rest, and the errors, as in turnout.Buffer.dispatch.
     """
     if not isinstance(buffer, Buffer):
         raise InvalidArgument(f"dispatch: buffer is a {type(buffer).__name__}, but must be a turnout.torch.Buffer: Buffer.from_group makes one")
@@ -208,7 +208,7 @@ def combine(
     """Brings rows back to their tokens and adds them: [T, H'] of y's dtype. Collective, and so is its backward pass (a dispatch).
 
     y: [N, H'] or [Le, C, H'], a row for each of sent.x. weights: one per row, applied in fp32 where the sum is made, e.g. sent.topk_weights
-    (expert_major and expert_slab). wire: as in turnout.Buffer.combine.
+    (expert_major and expert_slab). wire, and the errors: as in turnout.Buffer.combine.
     """
     if not isinstance(buffer, Buffer):
         raise InvalidArgument(f"combine: buffer is a {type(buffer).__name__}, but must be the turnout.torch.Buffer of the dispatch")
@@ -267,7 +267,7 @@ class MoELayer(nn.Module):
 
     Each rank holds the weights of its own experts (`buffer.local_experts`), so their gradients are complete on that rank; the gate is on all
     ranks, and its gradient is averaged like that of any other shared parameter. With `capacity` (rows per local expert) shapes are static
-    and tokens beyond it are dropped; without, nothing is dropped and the rows per expert are read on the host.
+    and tokens beyond it are dropped; without, nothing is dropped and the rows per expert are read on the host. Errors as dispatch.
     """
 
     def __init__(
@@ -283,12 +283,13 @@ class MoELayer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """New random weights, in place: the gate as torch.nn.Linear does, up [experts, ...] and down with deviation 1 / sqrt(inputs)."""
         self.gate.reset_parameters()
         for weight in (self.up, self.down):
             nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts of each token and their weights, which add up to 1. In fp32 or wider, whatever autocast says: rounding would choose others."""
+        """The experts [T, top_k] of each token of x [T, hidden] and their weights, which add up to 1. In fp32 or wider, whatever autocast says: rounding would choose others."""
         wide = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
             scores = functional.linear(x.to(wide), self.gate.weight.to(wide)).softmax(-1)
@@ -304,7 +305,7 @@ class MoELayer(nn.Module):
         return torch.cat([functional.gelu(rows @ up[i]) @ down[i] for i, rows in enumerate(groups)])
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden] -> [..., hidden]."""
+        """x [..., hidden] -> [..., hidden] of the same dtype. Collective. Errors as dispatch."""
         tokens = x.reshape(-1, x.shape[-1])
         idx, weights = self.route(tokens)
         layout = "expert_major" if self.capacity is None else "expert_slab"

@@ -25,7 +25,11 @@ _NUM_SMS, _NUM_QPS = 24, 17
 
 
 class ElasticBuffer:
-    """deep_ep.ElasticBuffer. Calls are collective and in order of the current stream. Rows come in the order of (source rank, token), always."""
+    """deep_ep.ElasticBuffer. Calls are collective and in order of the current stream. Rows come in the order of (source rank, token), always.
+
+    Errors: turnout.InvalidArgument for what is wrong with an argument (all ranks raise), NotImplementedError for what is left out,
+    turnout.PeerTimeout and PeerFailed for a rank that is late or gone.
+    """
 
     def __init__(
         self,
@@ -104,9 +108,11 @@ class ElasticBuffer:
         return torch.cuda.current_stream() if torch.cuda.is_initialized() else torch.cpu.current_stream()
 
     def get_physical_domain_size(self) -> tuple[int, int]:
+        """(nodes, ranks of a node)."""
         return self.num_rdma_ranks, self.num_nvlink_ranks
 
     def get_logical_domain_size(self) -> tuple[int, int]:
+        """(ranks across nodes, ranks within one), as calls use them."""
         return self.num_scaleout_ranks, self.num_scaleup_ranks
 
     def get_theoretical_num_sms(
@@ -119,6 +125,7 @@ class ElasticBuffer:
         return min(_NUM_SMS, torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count // 2 * 2)
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
+        """Queue pairs for a call on num_sms multiprocessors; no more than were allocated."""
         return min(self.num_allocated_qps, max(1, num_sms))
 
     def dispatch(
@@ -242,51 +249,66 @@ class ElasticBuffer:
 
     @staticmethod
     def get_engram_storage_size_hint(num_entries: int, hidden: int, num_max_tokens_per_rank: int, dtype: torch.dtype = torch.bfloat16) -> NoReturn:
+        """Left out: raises NotImplementedError, which says what would do."""
         _left_out("get_engram_storage_size_hint")
 
     @staticmethod
     def get_pp_buffer_size_hint(num_max_tensor_bytes: int, num_max_inflight_tensors: int) -> NoReturn:
+        """Left out: raises NotImplementedError, which says what would do."""
         _left_out("get_pp_buffer_size_hint")
 
     @staticmethod
     def get_agrs_num_max_session_bytes(group: Any, shapes: Any, dtype: Any) -> NoReturn:
+        """Left out: raises NotImplementedError, which says what would do."""
         _left_out("get_agrs_num_max_session_bytes")
 
     @staticmethod
     def get_agrs_buffer_size_hint(group: Any, num_max_session_bytes: int) -> NoReturn:
+        """Left out: raises NotImplementedError, which says what would do."""
         _left_out("get_agrs_buffer_size_hint")
 
     def engram_write(self, storage: Tensor, sf: Tensor | None = None) -> NoReturn:
+        """Left out: raises NotImplementedError, which says what would do."""
         _left_out("engram_write")
 
     def engram_fetch(self, indices: Tensor, num_qps: int = 0, use_tma_aligned_col_major_sf: bool = False) -> Callable[[], Any]:
+        """Left out: raises NotImplementedError, which says what would do."""
         _left_out("engram_fetch")
 
     def pp_set_config(self, num_max_tensor_bytes: int, num_max_inflight_tensors: int) -> NoReturn:
+        """Left out: raises NotImplementedError, which says what would do."""
         _left_out("pp_set_config")
 
     def pp_send(self, t: Tensor, dst_rank_idx: int, num_sms: int = 0) -> NoReturn:
+        """Left out: raises NotImplementedError, which says what would do."""
         _left_out("pp_send")
 
     def pp_recv(self, t: Tensor, src_rank_idx: int, num_sms: int = 0) -> NoReturn:
+        """Left out: raises NotImplementedError, which says what would do."""
         _left_out("pp_recv")
 
     def create_agrs_session(self) -> NoReturn:
+        """Left out: raises NotImplementedError, which says what would do."""
         _left_out("create_agrs_session")
 
     def destroy_agrs_session(self) -> NoReturn:
+        """Left out: raises NotImplementedError, which says what would do."""
         _left_out("destroy_agrs_session")
 
     def agrs_new_session(self, enabled: bool = True) -> NoReturn:
+        """Left out: raises NotImplementedError, which says what would do."""
         _left_out("agrs_new_session")
 
     def agrs_set_config(self, num_max_session_bytes: int, num_max_all_gathers_per_session: int) -> NoReturn:
+        """Left out: raises NotImplementedError, which says what would do."""
         _left_out("agrs_set_config")
 
     def agrs_get_inplace_tensor(self, shapes: Any, dtype: Any) -> NoReturn:
+        """Left out: raises NotImplementedError, which says what would do."""
         _left_out("agrs_get_inplace_tensor")
 
     def all_gather(self, t: Tensor | Sequence[Tensor]) -> NoReturn:
+        """Left out: raises NotImplementedError, which says what would do."""
         _left_out("all_gather")
 
 

@@ -40,6 +40,7 @@ class EventOverlap:
         self.hook_after_wait = fn
 
     def current_stream_wait(self, release_handle: bool = False) -> None:
+        """The current stream goes on when the call is done; the host does not wait. Raises ValueError if the call was not asynchronous."""
         if self.event is None:
             raise ValueError("current_stream_wait: this EventOverlap has no event, as of a call that was not asynchronous: ask `.event is not None`")
         self.event.current_stream_wait()

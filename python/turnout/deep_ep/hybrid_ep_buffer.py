@@ -22,7 +22,11 @@ _MOST_TOPK = 64  # of Turnout
 
 
 class HybridEPBuffer:
-    """deep_ep.HybridEPBuffer: its two fused calls. They are collective and in order of the current stream."""
+    """deep_ep.HybridEPBuffer: its two fused calls. They are collective and in order of the current stream.
+
+    Errors: turnout.InvalidArgument for what is wrong with an argument (all ranks raise), NotImplementedError for what is left out,
+    turnout.PeerTimeout and PeerFailed for a rank that is late or gone.
+    """
 
     def __init__(
         self,
@@ -170,9 +174,11 @@ class HybridEPBuffer:
         self, hidden: Tensor, scaling_factor: Tensor | None = None, topk_idx: Tensor | None = None, topk_weights: Tensor | None = None,
         num_of_experts: int | None = None, routing_map: Tensor | None = None, probs: Tensor | None = None, handle: Any = None,
     ) -> NoReturn:  # fmt: skip
+        """Left out: raises NotImplementedError; dispatch_with_permute, Buffer and ElasticBuffer do it."""
         raise NotImplementedError("HybridEPBuffer.dispatch: Turnout has dispatch_with_permute; rows that are not grouped are what Buffer and ElasticBuffer give")
 
     def combine(self, hidden: Tensor, probs: Tensor | None = None, handle: Any = None) -> NoReturn:
+        """Left out: raises NotImplementedError; combine_with_unpermute, Buffer and ElasticBuffer do it."""
         raise NotImplementedError("HybridEPBuffer.combine: Turnout has combine_with_unpermute; rows that are not grouped are what Buffer and ElasticBuffer take")
 
     def _routing(

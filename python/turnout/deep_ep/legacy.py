@@ -20,7 +20,11 @@ __all__ = ["Buffer"]
 
 
 class Buffer(LowLatencyCalls):
-    """deep_ep.Buffer. Calls are collective and in order of the current stream; memory is taken when calls need it, not by num_nvl_bytes."""
+    """deep_ep.Buffer. Calls are collective and in order of the current stream; memory is taken when calls need it, not by num_nvl_bytes.
+
+    Errors: turnout.InvalidArgument for what is wrong with an argument (all ranks raise), NotImplementedError for what is left out,
+    turnout.PeerTimeout and PeerFailed for a rank that is late or gone.
+    """
 
     num_sms: int = 20
 
@@ -63,6 +67,7 @@ class Buffer(LowLatencyCalls):
 
     @staticmethod
     def is_sm90_compiled() -> bool:
+        """True: nothing here depends on the architecture."""
         return True
 
     @staticmethod
@@ -79,14 +84,17 @@ class Buffer(LowLatencyCalls):
 
     @staticmethod
     def get_low_latency_rdma_size_hint(num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int) -> int:
+        """Bytes for num_rdma_bytes, enough for low-latency calls of these sizes (tokens, elements, ranks, experts)."""
         return low_latency_size_hint(num_max_dispatch_tokens_per_rank, hidden, num_experts)
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
+        """The Config that dispatch takes unless it is given one, by the number of ranks."""
         return dispatch_config(num_ranks, Buffer.num_sms)
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
+        """The Config that combine takes unless it is given one, by the number of ranks."""
         return combine_config(num_ranks, Buffer.num_sms)
 
     def get_comm_stream(self) -> Any:

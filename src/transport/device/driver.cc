@@ -23,12 +23,20 @@ namespace {
   throw TransportError(text);
 }
 
+cudaError_t look_up(const char* name, void** found, cudaDriverEntryPointQueryResult* status) {
+#if CUDART_VERSION >= 12050
+  return cudaGetDriverEntryPointByVersion(name, found, 12000, cudaEnableDefault, status);
+#else  // asks for the form of the toolkit's own release; none of ours has changed between 12.0 and 12.4
+  return cudaGetDriverEntryPoint(name, found, cudaEnableDefault, status);
+#endif
+}
+
 /// Every function of CUDA 12.0 or older, in the form it had then.
 template <class Function>
 void find(Function& function, const char* name) {
   void* found = nullptr;
   cudaDriverEntryPointQueryResult status = cudaDriverEntryPointSymbolNotFound;
-  check(cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &status), "looking up " + std::string(name));
+  check(look_up(name, &found, &status), "looking up " + std::string(name));
   if (status != cudaDriverEntryPointSuccess || !found) {
     throw TransportError("cuda: the driver has no " + std::string(name) + ": install a newer one");
   }
