@@ -22,17 +22,21 @@ struct Sums : SlabSums {
 
 constexpr int kTopk = SlabSums::num_topk, kMostUnits = 320, kMostThreads = kMostUnits + 32, kNotAsked = -2;
 
-/// What is read first, side by side in the arguments: each line of them that a kernel touches is a trip of its own.
+/// All that is needed until the first sum is on its way, side by side in the arguments: each line of them that a kernel touches is a trip
+/// of its own.
 struct Early {
-  const uint32_t *epochs, *failed;
+  LaneControl* lane;
   const uint64_t *status, *generation;
   const int32_t *recv_begin, *record_begin, *slots, *dest, *send_index, *sent;
   int32_t rank, source, num_tokens, ll_tokens, room;  ///< source: of the first rows to send; slots: its part
+  uint32_t depth, units, chunks, y_stride, lines, rest;  ///< lines, rest: of PartialFormat
+  const std::byte* y;
+  std::byte* to;  ///< the staging of `source`
+  uint64_t copy_bytes, row_bytes;
 
   explicit Early(const CombineArgs& a) {
     const Common& c = a.common;
-    epochs = c.lane_control->epoch;
-    failed = &c.lane_control->failed;
+    lane = c.lane_control;
     status = reinterpret_cast<const uint64_t*>(c.team.base[c.team.rank] + c.arena.status);
     generation = &c.control->generation;
     rank = c.team.rank;
@@ -44,6 +48,15 @@ struct Early {
     recv_begin = r.recv_begin, record_begin = r.record_begin, sent = r.sent;
     dest = r.dest, send_index = r.send_index;
     slots = r.slots + static_cast<int64_t>(source) * ll_tokens * kTopk;
+    depth = static_cast<uint32_t>(c.arena.depth);
+    const PartialFormat f = PartialFormat::of(a.hidden, kElement<kType>, kTopk, false, c.arena.ll_combine_lines);
+    units = static_cast<uint32_t>(f.units), lines = static_cast<uint32_t>(f.lines), rest = static_cast<uint32_t>(f.rest);
+    chunks = static_cast<uint32_t>(a.hidden / kUnitChunk);
+    y_stride = static_cast<uint32_t>(a.y_stride);
+    y = a.y;
+    to = c.team.base[source] + c.arena.ll_combine_at(c.lane, 0, 0, 0);
+    copy_bytes = c.arena.ll_combine_at(c.lane, 1, 0, 0) - c.arena.ll_combine_at(c.lane, 0, 0, 0);
+    row_bytes = c.arena.ll_combine_row;
   }
 };
 
@@ -56,7 +69,7 @@ struct Begun {
 };
 __device__ __forceinline__ Begun ask(const Early& e, int worker) {
   Begun b;
-  b.asked.before = *reinterpret_cast<const volatile uint32_t*>(e.epochs + block() % kMaxChannels);
+  b.asked.before = *reinterpret_cast<const volatile uint32_t*>(&e.lane->epoch[block() % kMaxChannels]);
   b.broken = e.recv_begin[0];
   b.begin = e.recv_begin[e.source], b.end = e.recv_begin[e.source + 1];
   b.record = e.record_begin[e.source];
@@ -65,7 +78,7 @@ __device__ __forceinline__ Begun ask(const Early& e, int worker) {
   b.slot = lists && worker < e.ll_tokens ? e.slots[at] : -1;
   b.parts = {{-1}, {-1}, 0};
   if (lists && worker < e.num_tokens) b.parts.rank[0] = e.dest[at], b.parts.at[0] = e.send_index[at];
-  b.asked.failed = *reinterpret_cast<const volatile uint32_t*>(e.failed);
+  b.asked.failed = *reinterpret_cast<const volatile uint32_t*>(&e.lane->failed);
   b.asked.status = load_relaxed(e.status);
   b.asked.generation = *reinterpret_cast<const volatile uint64_t*>(e.generation);
   return b;
@@ -81,6 +94,63 @@ struct Chunks {
     for (int j = 0; j < 3; ++j) at[j] = (unit + j * units < num ? unit + j * units : 0) * kUnitChunk * kElement<kType>;
   }
 };
+
+/// The first row to send: all its terms are asked for at once, the first chunks of all of them first; each chunk leaves as soon as its terms
+/// are there. It waits for no other warp.
+struct FirstRow {
+  uint32_t raw[3][kTopk][4];
+  int num;
+
+  __device__ __forceinline__ void load(const Early& e, int unit, int slot, uint32_t terms) {
+    num = __popc(terms);
+    const std::byte* from[kTopk];
+#pragma unroll
+    for (int i = 0; i < kTopk; ++i) {
+      const auto row = static_cast<uint32_t>(__shfl_sync(kFull, slot, __ffs(static_cast<int>(terms)) - 1));
+      terms &= terms - 1;
+      from[i] = e.y + static_cast<uint64_t>(row) * e.y_stride;
+    }
+#pragma unroll
+    for (uint32_t j = 0; j < 3; ++j) {
+      const uint32_t chunk = static_cast<uint32_t>(unit) + j * e.units, at = chunk < e.chunks ? chunk * 16 : 0;
+#pragma unroll
+      for (int i = 0; i < kTopk; ++i) {
+        if (i >= num) continue;
+        const uint4 v = load_stream(reinterpret_cast<const uint4*>(from[i] + at));
+        raw[j][i][0] = v.x, raw[j][i][1] = v.y, raw[j][i][2] = v.z, raw[j][i][3] = v.w;
+      }
+    }
+  }
+  /// Four words of chunk `j`.
+  __device__ __forceinline__ void sum(int j, uint32_t* out) const {
+    float sum[kUnitChunk];
+#pragma unroll
+    for (float& v : sum) v = -0.0f;
+#pragma unroll
+    for (int n = 0; n < kTopk; ++n) {
+      if (n >= num) continue;
+#pragma unroll
+      for (int i = 0; i < kUnitChunk; ++i) sum[i] += value_of<kType>(raw[j][n], i);
+    }
+    round_values<kType, kUnitChunk>(sum, out);
+  }
+  __device__ __forceinline__ void send(const Early& e, int unit, uint4* to, uint32_t epoch) const {
+    const auto mine = static_cast<uint32_t>(unit);
+    const bool sends = mine < e.units, third = mine / PartialFormat::kLineUnits * PartialFormat::kLineUnits + 2 * e.units < e.chunks;
+    uint32_t taken[3];
+#pragma unroll
+    for (int j = 0; j < 3; ++j) {
+      uint32_t p[4];
+      sum(j, p);
+      taken[j] = p[3];
+      __syncwarp();  // the threads of a line store together
+      if (sends && (j < 2 || third)) store_word(to + (e.lines + mine + j * e.units), uint4{p[0], p[1], p[2], ends_line() ? epoch : p[3]});
+    }
+    __syncwarp();
+    if (sends && ends_line()) store_word(to + (e.rest + mine / PartialFormat::kLineUnits), uint4{taken[0], taken[1], taken[2], epoch});
+  }
+};
+static_assert(kUnitRest<kType> == 1 && kUnitWords<kType> == 3, "a chunk is a word of a line");
 
 /// Rows of y in registers, as they are in memory, kMost at a time. The whole warp calls all of it.
 template <int kMost>
@@ -149,11 +219,12 @@ __device__ __forceinline__ void clear(float (&sum)[kUnit]) {
 }
 
 /// The terms in `left`, added to a sum.
-__device__ __forceinline__ void add_rows(const SlabSums& a, const Chunks& chunks, int slot, uint32_t left, const Own* own, float (&sum)[kUnit]) {
+__device__ __forceinline__ void add_rows(const SlabSums& a, const Chunks& chunks, int slot, uint32_t left, bool is_fetched, const Own& own,
+                                         float (&sum)[kUnit]) {
 #pragma unroll 1
   while (left) {
     Rows<kInParts> rows;
-    const int num = own ? rows.copy(own->rows, own->bytes, chunks, &left) : rows.load(a, chunks, slot, &left);
+    const int num = is_fetched ? rows.copy(own.rows, own.bytes, chunks, &left) : rows.load(a, chunks, slot, &left);
     rows.add(num, sum);
   }
 }
@@ -185,7 +256,7 @@ __device__ __forceinline__ bool work_on_units(const auto& w, int worker, int uni
     }
     float sum[kUnit];
     clear(sum);
-    add_rows(a, chunks, slot, terms, is_fetched ? &own : nullptr, sum);
+    add_rows(a, chunks, slot, terms, is_fetched, own, sum);
     uint32_t p[kPayload<kType>];
     round_unit<kType>(sum, p);
     if (sends) {
@@ -240,6 +311,36 @@ __device__ __forceinline__ bool work_on_books(const auto& w, int worker, const B
   return true;
 }
 
+/// A warp's part of the first row.
+template <bool kLines>
+__device__ __forceinline__ void send_first(const FirstRow& row, const Early& e, Call call, int record, int unit) {
+  auto* to = reinterpret_cast<uint4*>(e.to + static_cast<uint32_t>(call.copy) * e.copy_bytes + static_cast<uint32_t>(record) * e.row_bytes);
+  if constexpr (Sums<kLines>::kHasLines) {
+    row.send(e, unit, to, call.epoch);
+  } else {
+    uint32_t p[kPayload<kType>];
+#pragma unroll
+    for (int j = 0; j < 3; ++j) row.sum(j, p + 4 * j);
+    if (static_cast<uint32_t>(unit) >= e.units) return;
+#pragma unroll
+    for (uint32_t j = 0; j < kWords<kType>; ++j)
+      store_word(to + (j * e.units + static_cast<uint32_t>(unit)), uint4{p[3 * j], p[3 * j + 1], p[3 * j + 2], call.epoch});
+  }
+}
+
+/// What units look up, by the last warp.
+__device__ __forceinline__ void copy_tables(const SlabSums& a, int32_t* begins, int32_t* send_offset, int32_t* records, int32_t* sent) {
+  const int ranks = a.common.team.num_ranks;
+#pragma unroll 1
+  for (int s = lane_id(); s <= ranks; s += 32) {
+    copy_async(begins + s, a.routing.recv_begin + s);
+    copy_async(send_offset + s, a.routing.send_offset + s);
+    if (s == ranks) break;
+    copy_async(records + s, a.routing.record_begin + s);
+    copy_async(sent + s, a.routing.sent + s);
+  }
+}
+
 template <bool kLines>
 __global__ void __launch_bounds__(kMostThreads, 1)
     slab_sums_kernel(const __grid_constant__ Early e, const __grid_constant__ Sums<kLines> a, int room) {
@@ -254,57 +355,42 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   const bool clerk = is_clerk();
   const Begun begun = ask(e, worker);
   const int32_t own_sent = clerk ? e.sent[e.rank] : 0, own_begin = clerk ? e.recv_begin[e.rank] : 0;
-#pragma unroll 1
-  for (int s = thread(); s <= c.team.num_ranks; s += num_threads()) {
-    copy_async(begins + s, a.routing.recv_begin + s);
-    copy_async(send_offset + s, a.routing.send_offset + s);
-    if (s == c.team.num_ranks) break;
-    copy_async(records + s, a.routing.record_begin + s);
-    copy_async(sent + s, a.routing.sent + s);
-  }
-  const PartialFormat f = PartialFormat::of(a.hidden, kElement<kType>, kTopk, false, a.kHasLines ? c.arena.ll_combine_lines : 0);
-  const Chunks chunks(a, unit, f.units);
-  const Own own{memory, &barrier, &fetched, static_cast<int32_t>(a.hidden) * kElement<kType>};
   const bool whole = begun.broken >= 0;
   const int rows_there = min(begun.end - begun.begin, e.room - begun.record);  // as Owed has it
   const bool loaded = whole && worker >= 0 && e.source != e.rank && worker < min(rows_there, e.ll_tokens);
-  Rows<kTopk> rows;
-  uint32_t left = loaded ? __ballot_sync(kFull, begun.slot >= 0) : 0;
-  int num = 0;
+  const Own own{memory, &barrier, &fetched, static_cast<int32_t>(e.chunks) * kUnitChunk * kElement<kType>};
   int own_row = -1, own_slot = -1;
+  FirstRow row;
+  uint32_t terms = 0;
   if (!clerk) {
-    num = rows.load(a, chunks, begun.slot, &left);
-  } else if (whole) {
+    if (loaded) terms = __ballot_sync(kFull, begun.slot >= 0);
+    row.load(e, unit, begun.slot, terms);
+  } else {
+    copy_tables(a, begins, send_offset, records, sent);
     const int at = begun.parts.at[0];
-    const unsigned holder = __ballot_sync(kFull, begun.parts.rank[0] == e.rank && at >= 0 && at < own_sent);
+    const unsigned holder = __ballot_sync(kFull, whole && begun.parts.rank[0] == e.rank && at >= 0 && at < own_sent);
     if (holder) own_row = own_begin + __shfl_sync(kFull, at, __ffs(static_cast<int>(holder)) - 1);
     own_slot = slot_of(a, own_row);
+    if (lane_id() == 0) {
+      fetch_init(&barrier);
+      bulk_can_read();
+    }
+    __syncwarp();
+    if (kHasBulk) fetch_own(a, own_slot, room, own);
   }
-  if (clerk && lane_id() == 0) {
-    fetch_init(&barrier);
-    bulk_can_read();
-  }
-  const Start start = start_of(c, begun.asked);
+  const Start start = start_of(c, e.lane, e.depth, begun.asked);
   const Call call = start.call;
-  auto* to = reinterpret_cast<uint4*>(c.team.base[e.source] + c.arena.ll_combine_at(c.lane, call.copy, 0, begun.record + worker));
+  if (terms != 0 && !__any_sync(kFull, start.over)) send_first<kLines>(row, e, call, begun.record + worker, unit);
   copies_done();
   const bool over = __syncthreads_or(start.over);
   bool good = !over && whole;
   if (good) {
+    const PartialFormat f = PartialFormat::of(a.hidden, kElement<kType>, kTopk, false, a.kHasLines ? c.arena.ll_combine_lines : 0);
     const Work<Sums<kLines>> w{a, call, f, begins, records, sent, send_offset};
     if (clerk) {
-      if (kHasBulk && worker >= 0) fetch_own(a, own_slot, room, own);
       good = work_on_books(w, worker, begun, own_row, own_slot, loaded ? begun.slot : kNotAsked, &facts);
     } else if (worker >= 0) {
-      if (num > 0) {
-        float sum[kUnit];
-        clear(sum);
-        rows.add(num, sum);
-        uint32_t p[kPayload<kType>];
-        round_unit<kType>(sum, p);
-        send_unit<kType>(w, to, unit, p);
-      }
-      good = work_on_units(w, worker, unit, chunks, begun, loaded, own);
+      good = work_on_units(w, worker, unit, Chunks(a, unit, f.units), begun, loaded, own);
     }
   } else if (!over && clerk && block() == 0) {
     send_facts(c, call, true, &facts);
@@ -314,8 +400,10 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     const bool heard = hear_all(c, call, &facts);
     good = __syncthreads_and(heard) && good;
   }
-  if (!good && worker >= 0) poison(a, worker);
-  __syncthreads();
+  if (!good) {
+    if (kHasBulk && clerk) wait_for_fetched(&barrier);
+    if (worker >= 0) poison(a, worker);
+  }
   tell_expired(c, call.epoch);
   if (c.last_of_send) advance_epoch(c, call.epoch);
 }
@@ -325,7 +413,8 @@ __global__ void __launch_bounds__(kMostThreads, 1)
 bool can_sum_slab(const CombineArgs& a) {
   const bool is_plain = a.num_topk == SlabSums::num_topk && a.apply == SlabSums::apply && a.layout == SlabSums::layout && !a.has_side;
   const int units = PartialFormat::of(a.hidden, kElement<kType>, kTopk, false, a.common.arena.ll_combine_lines).units;
-  return is_plain && a.dtype == kType && a.routing.slots != nullptr && units <= kMostUnits;
+  const bool is_near = a.y_stride >= 0 && a.y_stride <= int64_t{UINT32_MAX};
+  return is_plain && is_near && a.dtype == kType && a.routing.slots != nullptr && units <= kMostUnits;
 }
 
 cudaError_t launch_slab_sums(const CombineArgs& a, int blocks, int shared_bytes, cudaStream_t stream) {
