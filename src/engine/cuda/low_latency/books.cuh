@@ -117,9 +117,17 @@ __device__ __forceinline__ bool add_unit(const auto& w, int64_t token, const Par
   return true;
 }
 
-/// The books of a token: what was lost of it, and its scalars. What the clerk does. False for a thread that gave up.
+/// The masks of a token's parts as they are now (x), and their epochs (y), each in the lane that holds the part.
+__device__ __forceinline__ uint2 ask_masks(const auto& w, const Parts<1>& parts) {
+  const int rank = parts.rank[0];
+  if (rank < 0 || rank == w.a.common.team.rank) return {};
+  const uint4 word = load_word(staged(w, rank, parts.at[0]) + w.f.mask);
+  return {word.x, word.w};
+}
+/// The books of a token: what was lost of it, and its scalars. What the clerk does. False for a thread that gave up. `seen`: of ask_masks(), or zeros.
 template <int kHalves>
-__device__ __forceinline__ bool keep_books(const auto& w, int64_t token, const Parts<kHalves>& parts, int own_row, const Terms<kHalves>& asked) {
+__device__ __forceinline__ bool keep_books(const auto& w, int64_t token, const Parts<kHalves>& parts, int own_row, const Terms<kHalves>& asked,
+                                           uint2 seen = {}) {
   const auto& a = w.a;
   const int me = a.common.team.rank;
   const Terms<kHalves> own = terms_of(a, own_row, asked);
@@ -130,8 +138,14 @@ __device__ __forceinline__ bool keep_books(const auto& w, int64_t token, const P
   for (int rank = -1, at = 0; (rank = next_part(parts, rank, &at)) >= 0;) {
     if (rank == me) continue;
     const uint4* from = staged(w, rank, at);
-    uint4 word;
-    bool good = wait_for_word(a.common, Phase::low_latency_partials, rank, w.call.epoch, true, from + w.f.mask, &word);
+    uint4 word{};
+    bool good = false;
+    if (kHalves == 1) {
+      const int holder = __ffs(static_cast<int>(__ballot_sync(kFull, parts.rank[0] == rank))) - 1;
+      word = {__shfl_sync(kFull, seen.x, holder), 0, 0, __shfl_sync(kFull, seen.y, holder)};
+      good = word.w == w.call.epoch;
+    }
+    if (!good) good = wait_for_word(a.common, Phase::low_latency_partials, rank, w.call.epoch, true, from + w.f.mask, &word);
     const uint64_t mask = word.x | static_cast<uint64_t>(word.y) << 32;
     if (good && a.has_side) good = receive_scalars(w, rank, from, mask, scalar);
     if (!__all_sync(kFull, good)) return false;

@@ -96,10 +96,13 @@ struct Chunks {
 };
 
 /// The first row to send: all its terms are asked for at once, the first chunks of all of them first; each chunk leaves as soon as its terms
-/// are there. It waits for no other warp.
+/// are there. It waits for no other warp. The others come to shared memory, since loads to registers are waited for together.
 struct FirstRow {
-  uint32_t raw[3][kTopk][4];
+  uint32_t raw[kTopk][4];
   int num;
+  uint4* room;  ///< [2 * kTopk], a row of threads apart
+
+  static constexpr size_t bytes(int threads) { return static_cast<size_t>(2 * kTopk) * static_cast<size_t>(threads) * 16; }
 
   __device__ __forceinline__ void load(const Early& e, int unit, int slot, uint32_t terms) {
     num = __popc(terms);
@@ -110,27 +113,45 @@ struct FirstRow {
       terms &= terms - 1;
       from[i] = e.y + static_cast<uint64_t>(row) * e.y_stride;
     }
+    const auto at = [&](uint32_t j) {
+      const uint32_t chunk = static_cast<uint32_t>(unit) + j * e.units;
+      return chunk < e.chunks ? chunk * 16 : 0;
+    };
+    const uint32_t first = at(0);
 #pragma unroll
-    for (uint32_t j = 0; j < 3; ++j) {
-      const uint32_t chunk = static_cast<uint32_t>(unit) + j * e.units, at = chunk < e.chunks ? chunk * 16 : 0;
+    for (int i = 0; i < kTopk; ++i) {
+      if (i >= num) continue;
+      const uint4 v = load_stream(reinterpret_cast<const uint4*>(from[i] + first));
+      raw[i][0] = v.x, raw[i][1] = v.y, raw[i][2] = v.z, raw[i][3] = v.w;
+    }
+#pragma unroll 1
+    for (uint32_t j = 1; j < 3; ++j) {
+      const uint32_t next = at(j);
 #pragma unroll
       for (int i = 0; i < kTopk; ++i) {
-        if (i >= num) continue;
-        const uint4 v = load_stream(reinterpret_cast<const uint4*>(from[i] + at));
-        raw[j][i][0] = v.x, raw[j][i][1] = v.y, raw[j][i][2] = v.z, raw[j][i][3] = v.w;
+        if (i < num) copy_async(place(static_cast<int>(j), i), reinterpret_cast<const uint4*>(from[i] + next));
       }
+      copies_close();
     }
   }
+  __device__ __forceinline__ uint4* place(int j, int i) const { return room + ((j - 1) * kTopk + i) * num_unit_threads(); }
   /// Four words of chunk `j`.
   __device__ __forceinline__ void sum(int j, uint32_t* out) const {
+    if (j == 1) copies_arrive<1>();
+    if (j == 2) copies_arrive<0>();
     float sum[kUnitChunk];
 #pragma unroll
     for (float& v : sum) v = -0.0f;
 #pragma unroll
     for (int n = 0; n < kTopk; ++n) {
       if (n >= num) continue;
+      uint32_t term[4] = {raw[n][0], raw[n][1], raw[n][2], raw[n][3]};
+      if (j > 0) {
+        const uint4 v = *place(j, n);
+        term[0] = v.x, term[1] = v.y, term[2] = v.z, term[3] = v.w;
+      }
 #pragma unroll
-      for (int i = 0; i < kUnitChunk; ++i) sum[i] += value_of<kType>(raw[j][n], i);
+      for (int i = 0; i < kUnitChunk; ++i) sum[i] += value_of<kType>(term, i);
     }
     round_values<kType, kUnitChunk>(sum, out);
   }
@@ -300,13 +321,16 @@ __device__ __forceinline__ bool work_on_books(const auto& w, int worker, const B
     }
   }
   send_for_rest<kType, true>(Work<CombineArgs>{a, w.call, w.f, w.begins, w.records, w.sent, w.send_offset}, facts);
+  // The masks of the first token are asked for together with what all ranks say: loads take long while the link is busy.
+  const Parts<1> first = parts_of(w, begun.parts);
+  const uint2 seen = ask_masks(w, first);
   if (!all_agree(c, w.call)) return false;
   let_next_start();
 #pragma unroll 1
   for (int64_t t = worker; worker >= 0 && t < a.num_tokens; t += num_workers()) {
-    const Parts<1> parts = parts_of(w, t == worker ? begun.parts : ask_parts<1>(a, t));
+    const Parts<1> parts = t == worker ? first : parts_of(w, ask_parts<1>(a, t));
     const int row = t == worker ? own_row : own_row_of(w, parts);
-    if (!keep_books(w, t, parts, row, t == worker ? Terms<1>{0, {own_slot}, {1.0f}} : ask_terms<1>(a, row))) return false;
+    if (!keep_books(w, t, parts, row, t == worker ? Terms<1>{0, {own_slot}, {1.0f}} : ask_terms<1>(a, row), t == worker ? seen : uint2{})) return false;
   }
   return true;
 }
@@ -341,6 +365,15 @@ __device__ __forceinline__ void copy_tables(const SlabSums& a, int32_t* begins, 
   }
 }
 
+/// Of a call that is over before it begins.
+__device__ __noinline__ void end_early(const CombineArgs& a, Call call, int worker, bool clerk, uint64_t* fetched) {
+  if (kHasBulk && clerk) wait_for_fetched(fetched);
+  if (worker >= 0) poison(a, worker);
+  __syncthreads();
+  tell_expired(a.common, call.epoch);
+  if (a.common.last_of_send) advance_epoch(a.common, call.epoch);
+}
+
 template <bool kLines>
 __global__ void __launch_bounds__(kMostThreads, 1)
     slab_sums_kernel(const __grid_constant__ Early e, const __grid_constant__ Sums<kLines> a, int room) {
@@ -361,6 +394,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   const Own own{memory, &barrier, &fetched, static_cast<int32_t>(e.chunks) * kUnitChunk * kElement<kType>};
   int own_row = -1, own_slot = -1;
   FirstRow row;
+  row.room = reinterpret_cast<uint4*>(memory + room * own.bytes) + unit;
   uint32_t terms = 0;
   if (!clerk) {
     if (loaded) terms = __ballot_sync(kFull, begun.slot >= 0);
@@ -382,8 +416,8 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   const Call call = start.call;
   if (terms != 0 && !__any_sync(kFull, start.over)) send_first<kLines>(row, e, call, begun.record + worker, unit);
   copies_done();
-  const bool over = __syncthreads_or(start.over);
-  bool good = !over && whole;
+  if (__syncthreads_or(start.over)) return end_early(a, call, worker, clerk, &barrier);
+  bool good = whole;
   if (good) {
     const PartialFormat f = PartialFormat::of(a.hidden, kElement<kType>, kTopk, false, a.kHasLines ? c.arena.ll_combine_lines : 0);
     const Work<Sums<kLines>> w{a, call, f, begins, records, sent, send_offset};
@@ -392,11 +426,11 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     } else if (worker >= 0) {
       good = work_on_units(w, worker, unit, Chunks(a, unit, f.units), begun, loaded, own);
     }
-  } else if (!over && clerk && block() == 0) {
+  } else if (clerk && block() == 0) {
     send_facts(c, call, true, &facts);
   }
   good = __syncthreads_and(good);
-  if (!over && block() == 0) {
+  if (block() == 0) {
     const bool heard = hear_all(c, call, &facts);
     good = __syncthreads_and(heard) && good;
   }
@@ -418,11 +452,12 @@ bool can_sum_slab(const CombineArgs& a) {
 }
 
 cudaError_t launch_slab_sums(const CombineArgs& a, int blocks, int shared_bytes, cudaStream_t stream) {
-  const int64_t row = a.hidden * kElement<kType>;
-  const int room = kHasBulk ? static_cast<int>(std::min<int64_t>(shared_bytes / row, kTopk)) : 0;
   const int units = PartialFormat::of(a.hidden, kElement<kType>, kTopk, false, a.common.arena.ll_combine_lines).units;
   const int threads = std::max(128, static_cast<int>(core::align_up(units, 32)) + 32);
-  const auto shared = static_cast<size_t>(room * row);
+  const size_t first = FirstRow::bytes(threads - 32);
+  const int64_t row = a.hidden * kElement<kType>, left = shared_bytes - static_cast<int64_t>(first);
+  const int room = kHasBulk ? static_cast<int>(std::clamp<int64_t>(left / row, 0, kTopk)) : 0;
+  const auto shared = static_cast<size_t>(room * row) + first;
   if (a.common.arena.ll_combine_lines)
     return launch_kernel(slab_sums_kernel<true>, blocks, threads, shared, stream, a.chained, Early(a), Sums<true>(a), room);
   return launch_kernel(slab_sums_kernel<false>, blocks, threads, shared, stream, a.chained, Early(a), Sums<false>(a), room);
