@@ -85,6 +85,7 @@ __device__ __forceinline__ Begun begin(const SlabArgs& a, const SlabEarly& e, co
   const bool tells = block() == 0, counts = some && counter >= 0;
   alignas(16) __shared__ int32_t ids[kMostCounters * kTopk];
   const Loaded l = ask_all(e, c, counter, counters, some, worker);
+  asm volatile("" ::"l"(c.team.base[(c.team.rank + 1) % c.team.num_ranks]));  // that line of the arguments is there when it is needed
   if (tells) {
     clear_counters(a, t);
     if (thread() == 0) found->remote = 0;
@@ -126,7 +127,7 @@ __device__ __forceinline__ Begun begin(const SlabArgs& a, const SlabEarly& e, co
     __syncwarp();
     sync_some(kBuildersBarrier + warp_id(), 32 + counters);
     const Part part = part_of<kLines>(e.hidden, warp_id());
-    if (!__any_sync(kFull, start.over)) send_words(a, f, *found, b.call, row, part.first, part.end, counters / 32);
+    if (!__any_sync(kFull, start.over)) send_words(a, e, f, *found, b.call, row, part.first, part.end, counters / 32);
     bulk_can_read();
   } else if (counter >= 0) {
     fill_locals(e, t, counter, counters);
@@ -175,11 +176,11 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   const uint4 seen = items.peek(c, call, thread());
   const RowWords first_words = ask_first_row(w);
   if (kLines && some && thread() < builders) {
-    const Part part = part_of<kLines>(static_cast<int>(a.hidden), warp_id());
-    send_words(a, f, found, call, memory, part.end, part.border, (num_threads() - builders) / 32);
+    const Part part = part_of<kLines>(e.hidden, warp_id());
+    send_words(a, e, f, found, call, memory, part.end, part.border, (num_threads() - builders) / 32);
   }
   if (some && thread() / 32 == builders / 32)
-    finish_token(a, f, t, begun.counted, (num_threads() - builders) / 32, begun.weight, worker, call, memory, found, &own_place);
+    finish_token(a, e, f, t, begun.counted, (num_threads() - builders) / 32, begun.weight, worker, call, memory, found, &own_place);
   if (__syncthreads_or(!have_started_soon(c, call.epoch, begun.seen_started))) send_for_rest(a, f, t, &facts, call, w.received_row(0));
 
   bool good = gather_counts(a, call, t, &admission, items, seen) && admit(a, call, f, t, &admission);

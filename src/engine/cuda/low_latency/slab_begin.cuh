@@ -49,14 +49,18 @@ struct SlabEarly {
   const float* topk_weights;
   const int32_t *owner, *local;
   int64_t x_stride;
+  uint64_t to, copy_bytes;  ///< where rows of this rank are staged, in any arena
   int32_t num_tokens, num_experts, hidden, builders;
-  uint32_t depth;
+  uint32_t depth, row_bytes;
   bool ids_are_64;
 
   SlabEarly(const DispatchArgs& a, int num_builders) {
     const Common& c = a.common;
     lane = c.lane_control;
     depth = static_cast<uint32_t>(c.arena.depth);
+    to = c.arena.ll_dispatch_at(c.lane, 0, c.team.rank, 0);
+    copy_bytes = c.arena.ll_dispatch_at(c.lane, 1, c.team.rank, 0) - to;
+    row_bytes = static_cast<uint32_t>(c.arena.ll_dispatch_row);
     status = reinterpret_cast<const uint64_t*>(c.team.base[c.team.rank] + c.arena.status);
     generation = &c.control->generation;
     x = a.x, topk_idx = a.topk_idx, topk_weights = static_cast<const float*>(a.topk_weights);
@@ -201,13 +205,14 @@ __device__ __forceinline__ int row_of(const Found& found, int k, int warps) {
 }
 
 /// Words [first, end) of the row to all other ranks that get it, by a warp.
-__device__ __forceinline__ void send_words(const SlabArgs& a, const auto& f, const Found& found, Call call, const std::byte* row, int first, int end,
-                                           int warps) {
-  const Common& c = a.common;
+__device__ __forceinline__ void send_words(const SlabArgs& a, const SlabEarly& e, const auto& f, const Found& found, Call call, const std::byte* row,
+                                           int first, int end, int warps) {
+  const uint64_t at = e.to + static_cast<uint32_t>(call.copy) * e.copy_bytes;
 #pragma unroll 1
   for (uint32_t left = found.remote; left; left &= left - 1) {
     const int k = __ffs(static_cast<int>(left)) - 1;
-    auto* to = reinterpret_cast<uint4*>(c.team.base[found.key[k]] + c.arena.ll_dispatch_at(c.lane, call.copy, c.team.rank, row_of(found, k, warps)));
+    const auto n = static_cast<uint32_t>(row_of(found, k, warps));
+    auto* to = reinterpret_cast<uint4*>(a.common.team.base[found.key[k]] + (at + static_cast<uint64_t>(n) * e.row_bytes));
     store_words(f, to, row, first, end, 32, call.epoch);
   }
 }
@@ -265,7 +270,7 @@ __device__ __forceinline__ void build_part(const SlabEarly& e, const RowFormat& 
 }
 
 /// The first warp of counters, once the row is there and all pairs are counted: the end of the row, and what the source keeps of its routing.
-__device__ __forceinline__ void finish_token(const SlabArgs& a, const auto& f, const Tables& t, const Counted& n, int warps, float weight, int token,
+__device__ __forceinline__ void finish_token(const SlabArgs& a, const SlabEarly& e, const auto& f, const Tables& t, const Counted& n, int warps, float weight, int token,
                                              Call call, std::byte* row, const Found& found, int32_t* own_place) {
   const int k = lane_id();
   if (k == 0) *own_place = -1;
@@ -278,7 +283,7 @@ __device__ __forceinline__ void finish_token(const SlabArgs& a, const auto& f, c
     m.weight[k] = weight;
   }
   __syncwarp();
-  send_words(a, f, found, call, row, words_of_x(a, f.lines), f.num_words, warps);
+  send_words(a, e, f, found, call, row, words_of_x(a, f.lines), f.num_words, warps);
   if (k >= kTopk) return;
   const bool goes = found.key[k] >= 0;
   const int at = row_of(found, k, warps), id = n.id < 0 ? -1 : n.id;
