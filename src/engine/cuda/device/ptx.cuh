@@ -45,15 +45,6 @@ __device__ __forceinline__ uint64_t clock_ns() {
 __device__ __forceinline__ void copy_async(int32_t* shared, const int32_t* global) {
   asm volatile("cp.async.ca.shared.global [%0],[%1],4;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))), "l"(global) : "memory");
 }
-/// Sixteen bytes, past L1; copies_close() ends a group, copies_arrive<N>() waits until all but the last N are there, for this thread.
-__device__ __forceinline__ void copy_async(uint4* shared, const uint4* global) {
-  asm volatile("cp.async.cg.shared.global [%0],[%1],16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))), "l"(global) : "memory");
-}
-__device__ __forceinline__ void copies_close() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N>
-__device__ __forceinline__ void copies_arrive() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
 __device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 /// A 16-byte word that carries twelve bytes and the epoch. On sm_90 and newer one access of type b128 is single-copy atomic by

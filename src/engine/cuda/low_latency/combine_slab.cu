@@ -20,7 +20,7 @@ struct Sums : SlabSums {
   static constexpr bool kHasLines = kLines && kMayHaveLines;
 };
 
-constexpr int kTopk = SlabSums::num_topk, kMostUnits = 320, kMostThreads = kMostUnits + 32, kNotAsked = -2;
+constexpr int kTopk = SlabSums::num_topk, kMostUnits = 320, kMostThreads = kMostUnits + 32, kTermsBarrier = 1;
 
 /// All that is needed until the first sum is on its way, side by side in the arguments: each line of them that a kernel touches is a trip
 /// of its own.
@@ -29,7 +29,8 @@ struct Early {
   const uint64_t *status, *generation;
   const int32_t *recv_begin, *record_begin, *slots, *dest, *send_index, *sent;
   int32_t rank, source, num_tokens, ll_tokens, room;  ///< source: of the first rows to send; slots: its part
-  uint32_t depth, units, chunks, y_stride, lines, rest;  ///< lines, rest: of PartialFormat
+  uint32_t depth, chunks, y_stride;
+  PartialFormat f;
   const std::byte* y;
   std::byte* to;  ///< the staging of `source`
   uint64_t copy_bytes, row_bytes;
@@ -49,8 +50,7 @@ struct Early {
     dest = r.dest, send_index = r.send_index;
     slots = r.slots + static_cast<int64_t>(source) * ll_tokens * kTopk;
     depth = static_cast<uint32_t>(c.arena.depth);
-    const PartialFormat f = PartialFormat::of(a.hidden, kElement<kType>, kTopk, false, c.arena.ll_combine_lines);
-    units = static_cast<uint32_t>(f.units), lines = static_cast<uint32_t>(f.lines), rest = static_cast<uint32_t>(f.rest);
+    f = PartialFormat::of(a.hidden, kElement<kType>, kTopk, false, c.arena.ll_combine_lines);
     chunks = static_cast<uint32_t>(a.hidden / kUnitChunk);
     y_stride = static_cast<uint32_t>(a.y_stride);
     y = a.y;
@@ -95,14 +95,15 @@ struct Chunks {
   }
 };
 
-/// The first row to send: all its terms are asked for at once, the first chunks of all of them first; each chunk leaves as soon as its terms
-/// are there. It waits for no other warp. The others come to shared memory, since loads to registers are waited for together.
-struct FirstRow {
-  uint32_t raw[kTopk][4];
-  int num;
-  uint4* room;  ///< [2 * kTopk], a row of threads apart
+/// The last warp asks for rows of its own when all terms of the first row have come: memory is to give those first.
+__device__ __forceinline__ void terms_are_there() { arrive_some(kTermsBarrier, num_threads()); }
+__device__ __forceinline__ void wait_for_terms() { sync_some(kTermsBarrier, num_threads()); }
 
-  static constexpr size_t bytes(int threads) { return static_cast<size_t>(2 * kTopk) * static_cast<size_t>(threads) * 16; }
+/// The first row to send: all its terms are asked for at once, the first chunks of all of them first; each chunk leaves as soon as its terms
+/// are there. It waits for no other warp.
+struct FirstRow {
+  uint32_t raw[3][kTopk][4];
+  int num;
 
   __device__ __forceinline__ void load(const Early& e, int unit, int slot, uint32_t terms) {
     num = __popc(terms);
@@ -113,51 +114,33 @@ struct FirstRow {
       terms &= terms - 1;
       from[i] = e.y + static_cast<uint64_t>(row) * e.y_stride;
     }
-    const auto at = [&](uint32_t j) {
-      const uint32_t chunk = static_cast<uint32_t>(unit) + j * e.units;
-      return chunk < e.chunks ? chunk * 16 : 0;
-    };
-    const uint32_t first = at(0);
 #pragma unroll
-    for (int i = 0; i < kTopk; ++i) {
-      if (i >= num) continue;
-      const uint4 v = load_stream(reinterpret_cast<const uint4*>(from[i] + first));
-      raw[i][0] = v.x, raw[i][1] = v.y, raw[i][2] = v.z, raw[i][3] = v.w;
-    }
-#pragma unroll 1
-    for (uint32_t j = 1; j < 3; ++j) {
-      const uint32_t next = at(j);
+    for (uint32_t j = 0; j < 3; ++j) {
+      const uint32_t chunk = static_cast<uint32_t>(unit) + j * static_cast<uint32_t>(e.f.units), at = chunk < e.chunks ? chunk * 16 : 0;
 #pragma unroll
       for (int i = 0; i < kTopk; ++i) {
-        if (i < num) copy_async(place(static_cast<int>(j), i), reinterpret_cast<const uint4*>(from[i] + next));
+        if (i >= num) continue;
+        const uint4 v = load_stream(reinterpret_cast<const uint4*>(from[i] + at));
+        raw[j][i][0] = v.x, raw[j][i][1] = v.y, raw[j][i][2] = v.z, raw[j][i][3] = v.w;
       }
-      copies_close();
     }
   }
-  __device__ __forceinline__ uint4* place(int j, int i) const { return room + ((j - 1) * kTopk + i) * num_unit_threads(); }
   /// Four words of chunk `j`.
   __device__ __forceinline__ void sum(int j, uint32_t* out) const {
-    if (j == 1) copies_arrive<1>();
-    if (j == 2) copies_arrive<0>();
     float sum[kUnitChunk];
 #pragma unroll
     for (float& v : sum) v = -0.0f;
 #pragma unroll
     for (int n = 0; n < kTopk; ++n) {
       if (n >= num) continue;
-      uint32_t term[4] = {raw[n][0], raw[n][1], raw[n][2], raw[n][3]};
-      if (j > 0) {
-        const uint4 v = *place(j, n);
-        term[0] = v.x, term[1] = v.y, term[2] = v.z, term[3] = v.w;
-      }
 #pragma unroll
-      for (int i = 0; i < kUnitChunk; ++i) sum[i] += value_of<kType>(term, i);
+      for (int i = 0; i < kUnitChunk; ++i) sum[i] += value_of<kType>(raw[j][n], i);
     }
     round_values<kType, kUnitChunk>(sum, out);
   }
   __device__ __forceinline__ void send(const Early& e, int unit, uint4* to, uint32_t epoch) const {
-    const auto mine = static_cast<uint32_t>(unit);
-    const bool sends = mine < e.units, third = mine / PartialFormat::kLineUnits * PartialFormat::kLineUnits + 2 * e.units < e.chunks;
+    const auto mine = static_cast<uint32_t>(unit), units = static_cast<uint32_t>(e.f.units);
+    const bool sends = mine < units, third = mine / PartialFormat::kLineUnits * PartialFormat::kLineUnits + 2 * units < e.chunks;
     uint32_t taken[3];
 #pragma unroll
     for (int j = 0; j < 3; ++j) {
@@ -165,10 +148,11 @@ struct FirstRow {
       sum(j, p);
       taken[j] = p[3];
       __syncwarp();  // the threads of a line store together
-      if (sends && (j < 2 || third)) store_word(to + (e.lines + mine + j * e.units), uint4{p[0], p[1], p[2], ends_line() ? epoch : p[3]});
+      if (sends && (j < 2 || third)) store_word(to + (static_cast<uint32_t>(e.f.lines) + mine + j * units), uint4{p[0], p[1], p[2], ends_line() ? epoch : p[3]});
+      if (j == 0) terms_are_there();
     }
     __syncwarp();
-    if (sends && ends_line()) store_word(to + (e.rest + mine / PartialFormat::kLineUnits), uint4{taken[0], taken[1], taken[2], epoch});
+    if (sends && ends_line()) store_word(to + (static_cast<uint32_t>(e.f.rest) + mine / PartialFormat::kLineUnits), uint4{taken[0], taken[1], taken[2], epoch});
   }
 };
 static_assert(kUnitRest<kType> == 1 && kUnitWords<kType> == 3, "a chunk is a word of a line");
@@ -305,50 +289,51 @@ __device__ __forceinline__ void fetch_own(const SlabSums& a, int slot, int room,
   fetch_one(own.rows + nth * own.bytes, a.y + slot * a.y_stride, static_cast<uint32_t>(own.bytes), own.barrier);
 }
 
-/// What the last warp does: facts, the books of what is sent, the work of blocks that have not started, the books of tokens.
-__device__ __forceinline__ bool work_on_books(const auto& w, int worker, const Begun& begun, int own_row, int own_slot, int slot, FactWords* facts) {
+/// What the last warp does: the books of what is sent (`sent`: but the first), the work of blocks that have not started, the books of tokens.
+__device__ __forceinline__ bool work_on_books(const auto& w, int worker, const Begun& begun, int own_row, int own_slot, bool sent, FactWords* facts) {
   const auto& a = w.a;
   const Common& c = a.common;
-  if (block() == 0) send_facts(c, w.call, false, facts);
   if (worker >= 0) {
     int n = 0;
     uint4* to = nullptr;
-    bool known = slot != kNotAsked;
 #pragma unroll 1
-    for (Owed owed(w, worker); owed.next(w, &n, &to); known = false) {
-      const Terms<1> t = known ? Terms<1>{0, {slot}, {1.0f}} : ask_terms<1>(a, n);
-      send_books(w, terms_of(a, n, t), n, to);
+    for (Owed owed(w, worker); owed.next(w, &n, &to); sent = false) {
+      if (!sent) send_books(w, terms_of(a, n, ask_terms<1>(a, n)), n, to);
     }
   }
   send_for_rest<kType, true>(Work<CombineArgs>{a, w.call, w.f, w.begins, w.records, w.sent, w.send_offset}, facts);
   // The masks of the first token are asked for together with what all ranks say: loads take long while the link is busy.
   const Parts<1> first = parts_of(w, begun.parts);
-  const uint2 seen = ask_masks(w, first);
+  const uint4 seen = ask_masks(w, first);
   if (!all_agree(c, w.call)) return false;
   let_next_start();
 #pragma unroll 1
   for (int64_t t = worker; worker >= 0 && t < a.num_tokens; t += num_workers()) {
     const Parts<1> parts = t == worker ? first : parts_of(w, ask_parts<1>(a, t));
     const int row = t == worker ? own_row : own_row_of(w, parts);
-    if (!keep_books(w, t, parts, row, t == worker ? Terms<1>{0, {own_slot}, {1.0f}} : ask_terms<1>(a, row), t == worker ? seen : uint2{})) return false;
+    if (!keep_books(w, t, parts, row, t == worker ? Terms<1>{0, {own_slot}, {1.0f}} : ask_terms<1>(a, row), t == worker ? seen : uint4{})) return false;
   }
   return true;
 }
 
 /// A warp's part of the first row.
+__device__ __forceinline__ uint4* first_place(const Early& e, Call call, int record) {
+  return reinterpret_cast<uint4*>(e.to + static_cast<uint32_t>(call.copy) * e.copy_bytes + static_cast<uint32_t>(record) * e.row_bytes);
+}
 template <bool kLines>
-__device__ __forceinline__ void send_first(const FirstRow& row, const Early& e, Call call, int record, int unit) {
-  auto* to = reinterpret_cast<uint4*>(e.to + static_cast<uint32_t>(call.copy) * e.copy_bytes + static_cast<uint32_t>(record) * e.row_bytes);
+__device__ __forceinline__ void send_first(const FirstRow& row, const Early& e, Call call, uint4* to, int unit) {
   if constexpr (Sums<kLines>::kHasLines) {
     row.send(e, unit, to, call.epoch);
   } else {
     uint32_t p[kPayload<kType>];
 #pragma unroll
     for (int j = 0; j < 3; ++j) row.sum(j, p + 4 * j);
-    if (static_cast<uint32_t>(unit) >= e.units) return;
 #pragma unroll
-    for (uint32_t j = 0; j < kWords<kType>; ++j)
-      store_word(to + (j * e.units + static_cast<uint32_t>(unit)), uint4{p[3 * j], p[3 * j + 1], p[3 * j + 2], call.epoch});
+    for (int j = 0; j < kWords<kType>; ++j) {
+      if (unit < e.f.units) store_word(to + (j * e.f.units + unit), uint4{p[3 * j], p[3 * j + 1], p[3 * j + 2], call.epoch});
+    }
+    __syncwarp();
+    terms_are_there();
   }
 }
 
@@ -394,12 +379,16 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   const Own own{memory, &barrier, &fetched, static_cast<int32_t>(e.chunks) * kUnitChunk * kElement<kType>};
   int own_row = -1, own_slot = -1;
   FirstRow row;
-  row.room = reinterpret_cast<uint4*>(memory + room * own.bytes) + unit;
-  uint32_t terms = 0;
-  if (!clerk) {
-    if (loaded) terms = __ballot_sync(kFull, begun.slot >= 0);
-    row.load(e, unit, begun.slot, terms);
-  } else {
+  const uint32_t terms = loaded ? __ballot_sync(kFull, begun.slot >= 0) : 0;
+  if (!clerk) row.load(e, unit, begun.slot, terms);
+  const Start start = start_of(c, e.lane, e.depth, begun.asked);
+  const Call call = start.call;
+  const bool begins_well = !__any_sync(kFull, start.over);  // the block has not met: each warp says so for itself
+  uint4* const to = first_place(e, call, begun.record + worker);
+  if (clerk) {
+    // What other ranks wait for comes first: facts, and the mask of the first row.
+    if (begins_well && block() == 0) send_facts(c, call, !whole, &facts);
+    if (begins_well && loaded && lane_id() == 0) store_word(to + e.f.mask, uint4{terms, 0, 0, call.epoch});
     copy_tables(a, begins, send_offset, records, sent);
     const int at = begun.parts.at[0];
     const unsigned holder = __ballot_sync(kFull, whole && begun.parts.rank[0] == e.rank && at >= 0 && at < own_sent);
@@ -410,24 +399,23 @@ __global__ void __launch_bounds__(kMostThreads, 1)
       bulk_can_read();
     }
     __syncwarp();
+    wait_for_terms();
     if (kHasBulk) fetch_own(a, own_slot, room, own);
+  } else if (terms != 0 && begins_well) {
+    send_first<kLines>(row, e, call, to, unit);
+  } else {
+    terms_are_there();
   }
-  const Start start = start_of(c, e.lane, e.depth, begun.asked);
-  const Call call = start.call;
-  if (terms != 0 && !__any_sync(kFull, start.over)) send_first<kLines>(row, e, call, begun.record + worker, unit);
   copies_done();
   if (__syncthreads_or(start.over)) return end_early(a, call, worker, clerk, &barrier);
   bool good = whole;
   if (good) {
-    const PartialFormat f = PartialFormat::of(a.hidden, kElement<kType>, kTopk, false, a.kHasLines ? c.arena.ll_combine_lines : 0);
-    const Work<Sums<kLines>> w{a, call, f, begins, records, sent, send_offset};
+    const Work<Sums<kLines>> w{a, call, e.f, begins, records, sent, send_offset};
     if (clerk) {
-      good = work_on_books(w, worker, begun, own_row, own_slot, loaded ? begun.slot : kNotAsked, &facts);
+      good = work_on_books(w, worker, begun, own_row, own_slot, loaded, &facts);
     } else if (worker >= 0) {
-      good = work_on_units(w, worker, unit, Chunks(a, unit, f.units), begun, loaded, own);
+      good = work_on_units(w, worker, unit, Chunks(a, unit, e.f.units), begun, loaded, own);
     }
-  } else if (clerk && block() == 0) {
-    send_facts(c, call, true, &facts);
   }
   good = __syncthreads_and(good);
   if (block() == 0) {
@@ -452,12 +440,11 @@ bool can_sum_slab(const CombineArgs& a) {
 }
 
 cudaError_t launch_slab_sums(const CombineArgs& a, int blocks, int shared_bytes, cudaStream_t stream) {
+  const int64_t row = a.hidden * kElement<kType>;
+  const int room = kHasBulk ? static_cast<int>(std::min<int64_t>(shared_bytes / row, kTopk)) : 0;
   const int units = PartialFormat::of(a.hidden, kElement<kType>, kTopk, false, a.common.arena.ll_combine_lines).units;
   const int threads = std::max(128, static_cast<int>(core::align_up(units, 32)) + 32);
-  const size_t first = FirstRow::bytes(threads - 32);
-  const int64_t row = a.hidden * kElement<kType>, left = shared_bytes - static_cast<int64_t>(first);
-  const int room = kHasBulk ? static_cast<int>(std::clamp<int64_t>(left / row, 0, kTopk)) : 0;
-  const auto shared = static_cast<size_t>(room * row) + first;
+  const auto shared = static_cast<size_t>(room * row);
   if (a.common.arena.ll_combine_lines)
     return launch_kernel(slab_sums_kernel<true>, blocks, threads, shared, stream, a.chained, Early(a), Sums<true>(a), room);
   return launch_kernel(slab_sums_kernel<false>, blocks, threads, shared, stream, a.chained, Early(a), Sums<false>(a), room);

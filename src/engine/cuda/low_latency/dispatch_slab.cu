@@ -96,7 +96,7 @@ __device__ __forceinline__ Begun begin(const SlabArgs& a, const SlabEarly& e, co
   if (tells) {
     keep_ids(e, e.num_tokens, thread(), num_threads(), l, ids);
     fill_owners(e, t, l, thread(), num_threads());
-    fill_locals(e, t, thread(), num_threads());
+    fill_locals(e, t, l);
   } else if (counter >= 0) {
     if (some) keep_ids(e, worker + 1, counter, counters, l, ids);
     fill_owners(e, t, l, counter, counters);
@@ -110,7 +110,7 @@ __device__ __forceinline__ Begun begin(const SlabArgs& a, const SlabEarly& e, co
     const int num = num_tellings(c) * c.team.num_ranks;
     told = telling_of(c, t, b.call, facts, &found->remote, thread() < num ? thread() : 0);
     __syncthreads();
-    bad = count_token(a, t, ids);
+    bad = count_all(a, t, ids);
     if (thread() == num_threads() - 1) fill_facts(c, b.call.epoch, false, a.num_tokens, facts, 0, l.hash);
   } else if (counts) {
     sync_some(kCountersBarrier, counters);
@@ -120,7 +120,6 @@ __device__ __forceinline__ Begun begin(const SlabArgs& a, const SlabEarly& e, co
 #pragma unroll 1
     for (int i = 0; i < builders / 32; ++i) arrive_some(kBuildersBarrier + i, 32 + counters);
     count_pairs(a, t, other, counter < worker);
-    fill_locals(e, t, counter, counters);
   } else if (some) {
     build_part(e, f, l, row);
     if (thread() < num_blocks()) b.seen_started = *reinterpret_cast<const volatile uint32_t*>(&e.lane->started[thread()]);
@@ -129,9 +128,8 @@ __device__ __forceinline__ Begun begin(const SlabArgs& a, const SlabEarly& e, co
     const Part part = part_of<kLines>(e.hidden, warp_id());
     if (!__any_sync(kFull, start.over)) send_words(a, e, f, *found, b.call, row, part.first, part.end, counters / 32);
     bulk_can_read();
-  } else if (counter >= 0) {
-    fill_locals(e, t, counter, counters);
   }
+  if (!tells) fill_locals(e, t, l);
   if (__syncthreads_or(start.over || bad >= 0)) {
     b.over = __syncthreads_or(start.over);
     if (b.over) return b;
@@ -174,7 +172,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   const HeaderItems items(a);
   const Work<SlabArgs, FormatOf<kLines>> w{a, call, f, plan, t, nullptr, &admission, memory, nullptr, worker, workers};
   const uint4 seen = items.peek(c, call, thread());
-  const RowWords first_words = ask_first_row(w);
+  RowWords first_words;
   if (kLines && some && thread() < builders) {
     const Part part = part_of<kLines>(e.hidden, warp_id());
     send_words(a, e, f, found, call, memory, part.end, part.border, (num_threads() - builders) / 32);
@@ -185,6 +183,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
 
   bool good = gather_counts(a, call, t, &admission, items, seen) && admit(a, call, f, t, &admission);
   let_next_start();
+  first_words = ask_first_row(w);  // most of it is there by now; what comes meanwhile takes as long as a look
   if (good && worker >= 0) {
     const int me = c.team.rank;
     if (some && own_place >= 0 && own_place < admission.begins[me + 1] - admission.begins[me])

@@ -78,6 +78,7 @@ struct Loaded {
   float weight;
   Asked asked;
   uint4 owners;  ///< of four experts
+  int local;
   int64_t hash;
 };
 /// Ids of the first `tokens` tokens, sixteen bytes each for the `i`-th of `count` threads: neighbours ask for neighbouring words. Threads that ask
@@ -128,6 +129,7 @@ __device__ __forceinline__ Loaded ask_all(const SlabEarly& e, const Common& c, i
   l.asked.failed = *reinterpret_cast<const volatile uint32_t*>(&e.lane->failed);
   const int first = 4 * (tells ? thread() : counter);  // the table of local numbers follows: there is something behind the owners
   if (first >= 0 && first < e.num_experts) l.owners = __ldg(reinterpret_cast<const uint4*>(e.owner) + first / 4);
+  l.local = thread() < e.num_experts ? __ldg(e.local + thread()) : 0;
   if (tells) l.hash = c.experts ? c.experts->hash : 0;
   return l;
 }
@@ -140,9 +142,9 @@ __device__ __forceinline__ void fill_owners(const SlabEarly& e, const Tables& t,
     to[w] = v.x | v.y << 8 | v.z << 16 | v.w << 24;
   }
 }
-__device__ __forceinline__ void fill_locals(const SlabEarly& e, const Tables& t, int i, int count) {
+__device__ __forceinline__ void fill_locals(const SlabEarly& e, const Tables& t, const Loaded& l) {
 #pragma unroll 1
-  for (int w = i; w < e.num_experts; w += count) t.local[w] = static_cast<uint16_t>(__ldg(e.local + w));
+  for (int w = thread(); w < e.num_experts; w += num_threads()) t.local[w] = static_cast<uint16_t>(w == thread() ? l.local : __ldg(e.local + w));
 }
 
 /// Of a counter: id and rank of the entry of the block's token whose number is the lane's, and how often the token has the id before it.
@@ -297,24 +299,25 @@ __device__ __forceinline__ void finish_token(const SlabArgs& a, const SlabEarly&
   if (goes && n.dest == a.common.team.rank) r.own_tokens[at] = token, *own_place = at;
 }
 
-/// Block 0: a thread counts the pairs of one token in t.before and the rows to each rank in t.scratch, which are 0. Returns where an id
-/// is no expert, -1: nowhere.
-__device__ __forceinline__ int count_token(const SlabArgs& a, const Tables& t, const int32_t* ids) {
+/// Block 0 counts all pairs in t.before and the rows to each rank in t.scratch, which are 0. Returns where an id is no expert, -1: nowhere.
+__device__ __forceinline__ int count_all(const SlabArgs& a, const Tables& t, const int32_t* ids) {
   const Common& c = a.common;
-  if (warp_id() * 32 >= a.num_tokens) return -1;
-  const int u = thread();
-  const bool there = u < a.num_tokens;
-  const Entries entries = kept_ids(ids, there ? u : 0);
+  const int tokens = static_cast<int>(a.num_tokens), u = thread();
   int bad = -1;
+#pragma unroll 2
+  for (int i = u; i < tokens * kTopk; i += num_threads()) {
+    const int id = ids[i];
+    if (static_cast<uint32_t>(id) < static_cast<uint32_t>(c.num_experts)) atomicAdd(&t.before[t.owner[id] * c.max_local + t.local[id]], 1);
+    else if (id != -1) bad = i / kTopk * kMaxTopk + i % kTopk;
+  }
+  if (warp_id() * 32 >= tokens) return bad;
+  const Entries entries = kept_ids(ids, min(u, tokens - 1));
   uint32_t ranks = 0;
 #pragma unroll
   for (int k = 0; k < kTopk; ++k) {
-    const int id = there ? entry_of(a, entries, k) : -1;
-    if (id == -2) bad = u * kMaxTopk + k;
-    if (id < 0) continue;
-    const int owner = t.owner[id];
-    atomicAdd(&t.before[owner * c.max_local + t.local[id]], 1);
-    ranks |= 1u << owner;
+    const int id = entry_of(a, entries, k);
+    const uint32_t to = 1u << t.owner[max(id, 0)];
+    ranks |= id >= 0 && u < tokens ? to : 0;
   }
 #pragma unroll 1
   for (int r = 0; r < c.team.num_ranks; ++r) {
