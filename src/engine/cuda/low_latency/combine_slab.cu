@@ -148,11 +148,13 @@ struct FirstRow {
       sum(j, p);
       taken[j] = p[3];
       __syncwarp();  // the threads of a line store together
-      if (sends && (j < 2 || third)) store_word(to + (static_cast<uint32_t>(e.f.lines) + mine + j * units), uint4{p[0], p[1], p[2], ends_line() ? epoch : p[3]});
+      if (sends && (j < 2 || third))
+        store_word(to + (static_cast<uint32_t>(e.f.lines) + mine + j * units), uint4{p[0], p[1], p[2], ends_line() ? epoch : p[3]});
       if (j == 0) terms_are_there();
     }
     __syncwarp();
-    if (sends && ends_line()) store_word(to + (static_cast<uint32_t>(e.f.rest) + mine / PartialFormat::kLineUnits), uint4{taken[0], taken[1], taken[2], epoch});
+    if (sends && ends_line())
+      store_word(to + (static_cast<uint32_t>(e.f.rest) + mine / PartialFormat::kLineUnits), uint4{taken[0], taken[1], taken[2], epoch});
   }
 };
 static_assert(kUnitRest<kType> == 1 && kUnitWords<kType> == 3, "a chunk is a word of a line");
@@ -311,7 +313,8 @@ __device__ __forceinline__ bool work_on_books(const auto& w, int worker, const B
   for (int64_t t = worker; worker >= 0 && t < a.num_tokens; t += num_workers()) {
     const Parts<1> parts = t == worker ? first : parts_of(w, ask_parts<1>(a, t));
     const int row = t == worker ? own_row : own_row_of(w, parts);
-    if (!keep_books(w, t, parts, row, t == worker ? Terms<1>{0, {own_slot}, {1.0f}} : ask_terms<1>(a, row), t == worker ? seen : uint4{})) return false;
+    if (!keep_books(w, t, parts, row, t == worker ? Terms<1>{0, {own_slot}, {1.0f}} : ask_terms<1>(a, row), t == worker ? seen : uint4{}))
+      return false;
   }
   return true;
 }

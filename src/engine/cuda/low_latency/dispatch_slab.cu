@@ -146,9 +146,8 @@ __device__ __forceinline__ Begun begin(const SlabArgs& a, const SlabEarly& e, co
 }
 
 template <bool kLines>
-__global__ void __launch_bounds__(kMostThreads, 1)
-    slab_kernel(const __grid_constant__ SlabEarly e, const __grid_constant__ FormatOf<kLines> f, const __grid_constant__ SharedPlan plan,
-                const __grid_constant__ SlabArgs a) {
+__global__ void __launch_bounds__(kMostThreads, 1) slab_kernel(const __grid_constant__ SlabEarly e, const __grid_constant__ FormatOf<kLines> f,
+                                                               const __grid_constant__ SharedPlan plan, const __grid_constant__ SlabArgs a) {
   extern __shared__ __align__(128) std::byte memory[];
   __shared__ Found found;
   __shared__ Admission admission;
@@ -216,7 +215,8 @@ cudaError_t launch_dispatch_slab(const DispatchArgs& a, int blocks, cudaStream_t
   const int builders = builders_for(a), threads = builders + counters_for(a);
   const RowFormat f = RowFormat::of(a);
   const auto bytes = static_cast<size_t>(plan.num_bytes);
-  if (f.lines) return launch_kernel(slab_kernel<true>, blocks, threads, bytes, stream, a.chained, SlabEarly(a, builders), FormatOf<true>(f), plan, SlabArgs(a));
+  if (f.lines)
+    return launch_kernel(slab_kernel<true>, blocks, threads, bytes, stream, a.chained, SlabEarly(a, builders), FormatOf<true>(f), plan, SlabArgs(a));
   return launch_kernel(slab_kernel<false>, blocks, threads, bytes, stream, a.chained, SlabEarly(a, builders), FormatOf<false>(f), plan, SlabArgs(a));
 }
 

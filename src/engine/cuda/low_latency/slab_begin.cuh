@@ -272,8 +272,8 @@ __device__ __forceinline__ void build_part(const SlabEarly& e, const RowFormat& 
 }
 
 /// The first warp of counters, once the row is there and all pairs are counted: the end of the row, and what the source keeps of its routing.
-__device__ __forceinline__ void finish_token(const SlabArgs& a, const SlabEarly& e, const auto& f, const Tables& t, const Counted& n, int warps, float weight, int token,
-                                             Call call, std::byte* row, const Found& found, int32_t* own_place) {
+__device__ __forceinline__ void finish_token(const SlabArgs& a, const SlabEarly& e, const auto& f, const Tables& t, const Counted& n, int warps,
+                                             float weight, int token, Call call, std::byte* row, const Found& found, int32_t* own_place) {
   const int k = lane_id();
   if (k == 0) *own_place = -1;
   __syncwarp();
