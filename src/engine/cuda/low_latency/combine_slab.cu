@@ -6,83 +6,11 @@
 
 #include "engine/cuda/kernels.h"
 #include "engine/cuda/launch.h"
-#include "engine/cuda/low_latency/books.cuh"
+#include "engine/cuda/low_latency/first_row.cuh"
 #include "engine/cuda/low_latency/slab.h"
 
 namespace turnout::engine::cuda::low_latency {
 namespace {
-
-constexpr DType kType = DType::bf16;
-/// The arguments of a kernel whose partial sums come in lines, or in words.
-template <bool kLines>
-struct Sums : SlabSums {
-  explicit Sums(const CombineArgs& a) : SlabSums(a) {}
-  static constexpr bool kHasLines = kLines && kMayHaveLines;
-};
-
-constexpr int kTopk = SlabSums::num_topk, kMostUnits = 320, kMostThreads = kMostUnits + 32, kTermsBarrier = 1;
-
-/// All that is needed until the first sum is on its way, side by side in the arguments: each line of them that a kernel touches is a trip
-/// of its own.
-struct Early {
-  LaneControl* lane;
-  const uint64_t *status, *generation;
-  const int32_t *recv_begin, *record_begin, *slots, *dest, *send_index, *sent;
-  int32_t rank, source, num_tokens, ll_tokens, room;  ///< source: of the first rows to send; slots: its part
-  uint32_t depth, chunks, y_stride;
-  PartialFormat f;
-  const std::byte* y;
-  std::byte* to;  ///< the staging of `source`
-  uint64_t copy_bytes, row_bytes;
-
-  explicit Early(const CombineArgs& a) {
-    const Common& c = a.common;
-    lane = c.lane_control;
-    status = reinterpret_cast<const uint64_t*>(c.team.base[c.team.rank] + c.arena.status);
-    generation = &c.control->generation;
-    rank = c.team.rank;
-    source = (rank + 1) % c.team.num_ranks;
-    num_tokens = static_cast<int32_t>(a.num_tokens);
-    ll_tokens = static_cast<int32_t>(c.arena.ll_tokens);
-    room = ll_tokens * c.arena.ll_combine_copies;
-    const Routing& r = a.routing;
-    recv_begin = r.recv_begin, record_begin = r.record_begin, sent = r.sent;
-    dest = r.dest, send_index = r.send_index;
-    slots = r.slots + static_cast<int64_t>(source) * ll_tokens * kTopk;
-    depth = static_cast<uint32_t>(c.arena.depth);
-    f = PartialFormat::of(a.hidden, kElement<kType>, kTopk, false, c.arena.ll_combine_lines);
-    chunks = static_cast<uint32_t>(a.hidden / kUnitChunk);
-    y_stride = static_cast<uint32_t>(a.y_stride);
-    y = a.y;
-    to = c.team.base[source] + c.arena.ll_combine_at(c.lane, 0, 0, 0);
-    copy_bytes = c.arena.ll_combine_at(c.lane, 1, 0, 0) - c.arena.ll_combine_at(c.lane, 0, 0, 0);
-    row_bytes = c.arena.ll_combine_row;
-  }
-};
-
-/// What a block has asked for before it knows anything.
-struct Begun {
-  Asked asked;
-  Parts<1> parts;  ///< of its first token
-  int32_t slot;    ///< lane k: of its first row to send
-  int32_t broken, begin, end, record;
-};
-__device__ __forceinline__ Begun ask(const Early& e, int worker) {
-  Begun b;
-  b.asked.before = *reinterpret_cast<const volatile uint32_t*>(&e.lane->epoch[block() % kMaxChannels]);
-  b.broken = e.recv_begin[0];
-  b.begin = e.recv_begin[e.source], b.end = e.recv_begin[e.source + 1];
-  b.record = e.record_begin[e.source];
-  const bool lists = worker >= 0 && lane_id() < kTopk;
-  const int at = worker * kTopk + lane_id();
-  b.slot = lists && worker < e.ll_tokens ? e.slots[at] : -1;
-  b.parts = {{-1}, {-1}, 0};
-  if (lists && worker < e.num_tokens) b.parts.rank[0] = e.dest[at], b.parts.at[0] = e.send_index[at];
-  b.asked.failed = *reinterpret_cast<const volatile uint32_t*>(&e.lane->failed);
-  b.asked.status = load_relaxed(e.status);
-  b.asked.generation = *reinterpret_cast<const volatile uint64_t*>(e.generation);
-  return b;
-}
 
 /// Where the chunks of a unit are in a row, in bytes; of one that is not in the row, its beginning.
 struct Chunks {
@@ -94,70 +22,6 @@ struct Chunks {
     for (int j = 0; j < 3; ++j) at[j] = (unit + j * units < num ? unit + j * units : 0) * kUnitChunk * kElement<kType>;
   }
 };
-
-/// The last warp asks for rows of its own when all terms of the first row have come: memory is to give those first.
-__device__ __forceinline__ void terms_are_there() { arrive_some(kTermsBarrier, num_threads()); }
-__device__ __forceinline__ void wait_for_terms() { sync_some(kTermsBarrier, num_threads()); }
-
-/// The first row to send: all its terms are asked for at once, the first chunks of all of them first; each chunk leaves as soon as its terms
-/// are there. It waits for no other warp.
-struct FirstRow {
-  uint32_t raw[3][kTopk][4];
-  int num;
-
-  __device__ __forceinline__ void load(const Early& e, int unit, int slot, uint32_t terms) {
-    num = __popc(terms);
-    const std::byte* from[kTopk];
-#pragma unroll
-    for (int i = 0; i < kTopk; ++i) {
-      const auto row = static_cast<uint32_t>(__shfl_sync(kFull, slot, __ffs(static_cast<int>(terms)) - 1));
-      terms &= terms - 1;
-      from[i] = e.y + static_cast<uint64_t>(row) * e.y_stride;
-    }
-#pragma unroll
-    for (uint32_t j = 0; j < 3; ++j) {
-      const uint32_t chunk = static_cast<uint32_t>(unit) + j * static_cast<uint32_t>(e.f.units), at = chunk < e.chunks ? chunk * 16 : 0;
-#pragma unroll
-      for (int i = 0; i < kTopk; ++i) {
-        if (i >= num) continue;
-        const uint4 v = load_stream(reinterpret_cast<const uint4*>(from[i] + at));
-        raw[j][i][0] = v.x, raw[j][i][1] = v.y, raw[j][i][2] = v.z, raw[j][i][3] = v.w;
-      }
-    }
-  }
-  /// Four words of chunk `j`.
-  __device__ __forceinline__ void sum(int j, uint32_t* out) const {
-    float sum[kUnitChunk];
-#pragma unroll
-    for (float& v : sum) v = -0.0f;
-#pragma unroll
-    for (int n = 0; n < kTopk; ++n) {
-      if (n >= num) continue;
-#pragma unroll
-      for (int i = 0; i < kUnitChunk; ++i) sum[i] += value_of<kType>(raw[j][n], i);
-    }
-    round_values<kType, kUnitChunk>(sum, out);
-  }
-  __device__ __forceinline__ void send(const Early& e, int unit, uint4* to, uint32_t epoch) const {
-    const auto mine = static_cast<uint32_t>(unit), units = static_cast<uint32_t>(e.f.units);
-    const bool sends = mine < units, third = mine / PartialFormat::kLineUnits * PartialFormat::kLineUnits + 2 * units < e.chunks;
-    uint32_t taken[3];
-#pragma unroll
-    for (int j = 0; j < 3; ++j) {
-      uint32_t p[4];
-      sum(j, p);
-      taken[j] = p[3];
-      __syncwarp();  // the threads of a line store together
-      if (sends && (j < 2 || third))
-        store_word(to + (static_cast<uint32_t>(e.f.lines) + mine + j * units), uint4{p[0], p[1], p[2], ends_line() ? epoch : p[3]});
-      if (j == 0) terms_are_there();
-    }
-    __syncwarp();
-    if (sends && ends_line())
-      store_word(to + (static_cast<uint32_t>(e.f.rest) + mine / PartialFormat::kLineUnits), uint4{taken[0], taken[1], taken[2], epoch});
-  }
-};
-static_assert(kUnitRest<kType> == 1 && kUnitWords<kType> == 3, "a chunk is a word of a line");
 
 /// Rows of y in registers, as they are in memory, kMost at a time. The whole warp calls all of it.
 template <int kMost>
@@ -237,7 +101,7 @@ __device__ __forceinline__ void add_rows(const SlabSums& a, const Chunks& chunks
 }
 
 /// What a warp of units does: partial sums for others, then its own tokens. `sent`: the first row to send is on its way.
-__device__ __forceinline__ bool work_on_units(const auto& w, int worker, int unit, const Chunks& chunks, const Begun& begun, bool sent,
+__device__ __forceinline__ bool work_on_units(const auto& w, int worker, int unit, const Chunks& chunks, const SumsBegun& begun, bool sent,
                                               const Own& own) {
   const auto& a = w.a;
   Owed owed(w, worker);
@@ -292,7 +156,8 @@ __device__ __forceinline__ void fetch_own(const SlabSums& a, int slot, int room,
 }
 
 /// What the last warp does: the books of what is sent (`sent`: but the first), the work of blocks that have not started, the books of tokens.
-__device__ __forceinline__ bool work_on_books(const auto& w, int worker, const Begun& begun, int own_row, int own_slot, bool sent, FactWords* facts) {
+__device__ __forceinline__ bool work_on_books(const auto& w, int worker, const SumsBegun& begun, int own_row, int own_slot, bool sent,
+                                              FactWords* facts) {
   const auto& a = w.a;
   const Common& c = a.common;
   if (worker >= 0) {
@@ -319,27 +184,6 @@ __device__ __forceinline__ bool work_on_books(const auto& w, int worker, const B
   return true;
 }
 
-/// A warp's part of the first row.
-__device__ __forceinline__ uint4* first_place(const Early& e, Call call, int record) {
-  return reinterpret_cast<uint4*>(e.to + static_cast<uint32_t>(call.copy) * e.copy_bytes + static_cast<uint32_t>(record) * e.row_bytes);
-}
-template <bool kLines>
-__device__ __forceinline__ void send_first(const FirstRow& row, const Early& e, Call call, uint4* to, int unit) {
-  if constexpr (Sums<kLines>::kHasLines) {
-    row.send(e, unit, to, call.epoch);
-  } else {
-    uint32_t p[kPayload<kType>];
-#pragma unroll
-    for (int j = 0; j < 3; ++j) row.sum(j, p + 4 * j);
-#pragma unroll
-    for (int j = 0; j < kWords<kType>; ++j) {
-      if (unit < e.f.units) store_word(to + (j * e.f.units + unit), uint4{p[3 * j], p[3 * j + 1], p[3 * j + 2], call.epoch});
-    }
-    __syncwarp();
-    terms_are_there();
-  }
-}
-
 /// What units look up, by the last warp.
 __device__ __forceinline__ void copy_tables(const SlabSums& a, int32_t* begins, int32_t* send_offset, int32_t* records, int32_t* sent) {
   const int ranks = a.common.team.num_ranks;
@@ -364,7 +208,7 @@ __device__ __noinline__ void end_early(const CombineArgs& a, Call call, int work
 
 template <bool kLines>
 __global__ void __launch_bounds__(kMostThreads, 1)
-    slab_sums_kernel(const __grid_constant__ Early e, const __grid_constant__ Sums<kLines> a, int room) {
+    slab_sums_kernel(const __grid_constant__ SumsEarly e, const __grid_constant__ Sums<kLines> a, int room) {
   extern __shared__ __align__(128) std::byte memory[];
   __shared__ uint64_t barrier;
   __shared__ int32_t begins[kMaxRanks + 1], records[kMaxRanks], sent[kMaxRanks], send_offset[kMaxRanks + 1];
@@ -374,7 +218,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   const Common& c = a.common;
   const int worker = worker_of(block()), unit = thread();
   const bool clerk = is_clerk();
-  const Begun begun = ask(e, worker);
+  const SumsBegun begun = ask_first(e, worker);
   const int32_t own_sent = clerk ? e.sent[e.rank] : 0, own_begin = clerk ? e.recv_begin[e.rank] : 0;
   const bool whole = begun.broken >= 0;
   const int rows_there = min(begun.end - begun.begin, e.room - begun.record);  // as Owed has it
@@ -449,8 +293,8 @@ cudaError_t launch_slab_sums(const CombineArgs& a, int blocks, int shared_bytes,
   const int threads = std::max(128, static_cast<int>(core::align_up(units, 32)) + 32);
   const auto shared = static_cast<size_t>(room * row);
   if (a.common.arena.ll_combine_lines)
-    return launch_kernel(slab_sums_kernel<true>, blocks, threads, shared, stream, a.chained, Early(a), Sums<true>(a), room);
-  return launch_kernel(slab_sums_kernel<false>, blocks, threads, shared, stream, a.chained, Early(a), Sums<false>(a), room);
+    return launch_kernel(slab_sums_kernel<true>, blocks, threads, shared, stream, a.chained, SumsEarly(a), Sums<true>(a), room);
+  return launch_kernel(slab_sums_kernel<false>, blocks, threads, shared, stream, a.chained, SumsEarly(a), Sums<false>(a), room);
 }
 
 cudaError_t prepare_slab_sums(int shared_bytes) {
