@@ -117,9 +117,17 @@ __device__ __forceinline__ bool add_unit(const auto& w, int64_t token, const Par
   return true;
 }
 
-/// The books of a token: what was lost of it, and its scalars. What the clerk does. False for a thread that gave up.
+/// The masks of a token's parts as they are now, each in the lane that holds the part.
+__device__ __forceinline__ uint4 ask_masks(const auto& w, const Parts<1>& parts) {
+  const int rank = parts.rank[0];
+  return rank >= 0 && rank != w.a.common.team.rank ? load_word(staged(w, rank, parts.at[0]) + w.f.mask) : uint4{};
+}
+/// The books of a token: what was lost of it, and its scalars. What the clerk does. False for a thread that gave up. `seen`: of ask_masks(), or
+/// zeros. Of a mask that is seen all 32-bit words are looked at: ptxas makes two accesses of a load whose middle nobody wants, and then the
+/// epoch may be newer than the mask.
 template <int kHalves>
-__device__ __forceinline__ bool keep_books(const auto& w, int64_t token, const Parts<kHalves>& parts, int own_row, const Terms<kHalves>& asked) {
+__device__ __forceinline__ bool keep_books(const auto& w, int64_t token, const Parts<kHalves>& parts, int own_row, const Terms<kHalves>& asked,
+                                           uint4 seen = {}) {
   const auto& a = w.a;
   const int me = a.common.team.rank;
   const Terms<kHalves> own = terms_of(a, own_row, asked);
@@ -130,8 +138,15 @@ __device__ __forceinline__ bool keep_books(const auto& w, int64_t token, const P
   for (int rank = -1, at = 0; (rank = next_part(parts, rank, &at)) >= 0;) {
     if (rank == me) continue;
     const uint4* from = staged(w, rank, at);
-    uint4 word;
-    bool good = wait_for_word(a.common, Phase::low_latency_partials, rank, w.call.epoch, true, from + w.f.mask, &word);
+    uint4 word{};
+    bool good = false;
+    if (kHalves == 1) {
+      const int holder = __ffs(static_cast<int>(__ballot_sync(kFull, parts.rank[0] == rank))) - 1;
+      word = {__shfl_sync(kFull, seen.x, holder), __shfl_sync(kFull, seen.y, holder), __shfl_sync(kFull, seen.z, holder),
+              __shfl_sync(kFull, seen.w, holder)};
+      good = word.w == w.call.epoch && (word.y | word.z) == 0;
+    }
+    if (!good) good = wait_for_word(a.common, Phase::low_latency_partials, rank, w.call.epoch, true, from + w.f.mask, &word);
     const uint64_t mask = word.x | static_cast<uint64_t>(word.y) << 32;
     if (good && a.has_side) good = receive_scalars(w, rank, from, mask, scalar);
     if (!__all_sync(kFull, good)) return false;

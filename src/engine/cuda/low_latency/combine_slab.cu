@@ -6,70 +6,11 @@
 
 #include "engine/cuda/kernels.h"
 #include "engine/cuda/launch.h"
-#include "engine/cuda/low_latency/books.cuh"
+#include "engine/cuda/low_latency/first_row.cuh"
 #include "engine/cuda/low_latency/slab.h"
 
 namespace turnout::engine::cuda::low_latency {
 namespace {
-
-constexpr DType kType = DType::bf16;
-/// The arguments of a kernel whose partial sums come in lines, or in words.
-template <bool kLines>
-struct Sums : SlabSums {
-  explicit Sums(const CombineArgs& a) : SlabSums(a) {}
-  static constexpr bool kHasLines = kLines && kMayHaveLines;
-};
-
-constexpr int kTopk = SlabSums::num_topk, kMostUnits = 320, kMostThreads = kMostUnits + 32, kNotAsked = -2;
-
-/// What is read first, side by side in the arguments: each line of them that a kernel touches is a trip of its own.
-struct Early {
-  const uint32_t *epochs, *failed;
-  const uint64_t *status, *generation;
-  const int32_t *recv_begin, *record_begin, *slots, *dest, *send_index, *sent;
-  int32_t rank, source, num_tokens, ll_tokens, room;  ///< source: of the first rows to send; slots: its part
-
-  explicit Early(const CombineArgs& a) {
-    const Common& c = a.common;
-    epochs = c.lane_control->epoch;
-    failed = &c.lane_control->failed;
-    status = reinterpret_cast<const uint64_t*>(c.team.base[c.team.rank] + c.arena.status);
-    generation = &c.control->generation;
-    rank = c.team.rank;
-    source = (rank + 1) % c.team.num_ranks;
-    num_tokens = static_cast<int32_t>(a.num_tokens);
-    ll_tokens = static_cast<int32_t>(c.arena.ll_tokens);
-    room = ll_tokens * c.arena.ll_combine_copies;
-    const Routing& r = a.routing;
-    recv_begin = r.recv_begin, record_begin = r.record_begin, sent = r.sent;
-    dest = r.dest, send_index = r.send_index;
-    slots = r.slots + static_cast<int64_t>(source) * ll_tokens * kTopk;
-  }
-};
-
-/// What a block has asked for before it knows anything.
-struct Begun {
-  Asked asked;
-  Parts<1> parts;  ///< of its first token
-  int32_t slot;    ///< lane k: of its first row to send
-  int32_t broken, begin, end, record;
-};
-__device__ __forceinline__ Begun ask(const Early& e, int worker) {
-  Begun b;
-  b.asked.before = *reinterpret_cast<const volatile uint32_t*>(e.epochs + block() % kMaxChannels);
-  b.broken = e.recv_begin[0];
-  b.begin = e.recv_begin[e.source], b.end = e.recv_begin[e.source + 1];
-  b.record = e.record_begin[e.source];
-  const bool lists = worker >= 0 && lane_id() < kTopk;
-  const int at = worker * kTopk + lane_id();
-  b.slot = lists && worker < e.ll_tokens ? e.slots[at] : -1;
-  b.parts = {{-1}, {-1}, 0};
-  if (lists && worker < e.num_tokens) b.parts.rank[0] = e.dest[at], b.parts.at[0] = e.send_index[at];
-  b.asked.failed = *reinterpret_cast<const volatile uint32_t*>(e.failed);
-  b.asked.status = load_relaxed(e.status);
-  b.asked.generation = *reinterpret_cast<const volatile uint64_t*>(e.generation);
-  return b;
-}
 
 /// Where the chunks of a unit are in a row, in bytes; of one that is not in the row, its beginning.
 struct Chunks {
@@ -149,17 +90,18 @@ __device__ __forceinline__ void clear(float (&sum)[kUnit]) {
 }
 
 /// The terms in `left`, added to a sum.
-__device__ __forceinline__ void add_rows(const SlabSums& a, const Chunks& chunks, int slot, uint32_t left, const Own* own, float (&sum)[kUnit]) {
+__device__ __forceinline__ void add_rows(const SlabSums& a, const Chunks& chunks, int slot, uint32_t left, bool is_fetched, const Own& own,
+                                         float (&sum)[kUnit]) {
 #pragma unroll 1
   while (left) {
     Rows<kInParts> rows;
-    const int num = own ? rows.copy(own->rows, own->bytes, chunks, &left) : rows.load(a, chunks, slot, &left);
+    const int num = is_fetched ? rows.copy(own.rows, own.bytes, chunks, &left) : rows.load(a, chunks, slot, &left);
     rows.add(num, sum);
   }
 }
 
 /// What a warp of units does: partial sums for others, then its own tokens. `sent`: the first row to send is on its way.
-__device__ __forceinline__ bool work_on_units(const auto& w, int worker, int unit, const Chunks& chunks, const Begun& begun, bool sent,
+__device__ __forceinline__ bool work_on_units(const auto& w, int worker, int unit, const Chunks& chunks, const SumsBegun& begun, bool sent,
                                               const Own& own) {
   const auto& a = w.a;
   Owed owed(w, worker);
@@ -185,7 +127,7 @@ __device__ __forceinline__ bool work_on_units(const auto& w, int worker, int uni
     }
     float sum[kUnit];
     clear(sum);
-    add_rows(a, chunks, slot, terms, is_fetched ? &own : nullptr, sum);
+    add_rows(a, chunks, slot, terms, is_fetched, own, sum);
     uint32_t p[kPayload<kType>];
     round_unit<kType>(sum, p);
     if (sends) {
@@ -213,36 +155,60 @@ __device__ __forceinline__ void fetch_own(const SlabSums& a, int slot, int room,
   fetch_one(own.rows + nth * own.bytes, a.y + slot * a.y_stride, static_cast<uint32_t>(own.bytes), own.barrier);
 }
 
-/// What the last warp does: facts, the books of what is sent, the work of blocks that have not started, the books of tokens.
-__device__ __forceinline__ bool work_on_books(const auto& w, int worker, const Begun& begun, int own_row, int own_slot, int slot, FactWords* facts) {
+/// What the last warp does: the books of what is sent (`sent`: but the first), the work of blocks that have not started, the books of tokens.
+__device__ __forceinline__ bool work_on_books(const auto& w, int worker, const SumsBegun& begun, int own_row, int own_slot, bool sent,
+                                              FactWords* facts) {
   const auto& a = w.a;
   const Common& c = a.common;
-  if (block() == 0) send_facts(c, w.call, false, facts);
   if (worker >= 0) {
     int n = 0;
     uint4* to = nullptr;
-    bool known = slot != kNotAsked;
 #pragma unroll 1
-    for (Owed owed(w, worker); owed.next(w, &n, &to); known = false) {
-      const Terms<1> t = known ? Terms<1>{0, {slot}, {1.0f}} : ask_terms<1>(a, n);
-      send_books(w, terms_of(a, n, t), n, to);
+    for (Owed owed(w, worker); owed.next(w, &n, &to); sent = false) {
+      if (!sent) send_books(w, terms_of(a, n, ask_terms<1>(a, n)), n, to);
     }
   }
   send_for_rest<kType, true>(Work<CombineArgs>{a, w.call, w.f, w.begins, w.records, w.sent, w.send_offset}, facts);
+  // The masks of the first token are asked for together with what all ranks say: loads take long while the link is busy.
+  const Parts<1> first = parts_of(w, begun.parts);
+  const uint4 seen = ask_masks(w, first);
   if (!all_agree(c, w.call)) return false;
   let_next_start();
 #pragma unroll 1
   for (int64_t t = worker; worker >= 0 && t < a.num_tokens; t += num_workers()) {
-    const Parts<1> parts = parts_of(w, t == worker ? begun.parts : ask_parts<1>(a, t));
+    const Parts<1> parts = t == worker ? first : parts_of(w, ask_parts<1>(a, t));
     const int row = t == worker ? own_row : own_row_of(w, parts);
-    if (!keep_books(w, t, parts, row, t == worker ? Terms<1>{0, {own_slot}, {1.0f}} : ask_terms<1>(a, row))) return false;
+    if (!keep_books(w, t, parts, row, t == worker ? Terms<1>{0, {own_slot}, {1.0f}} : ask_terms<1>(a, row), t == worker ? seen : uint4{}))
+      return false;
   }
   return true;
 }
 
+/// What units look up, by the last warp.
+__device__ __forceinline__ void copy_tables(const SlabSums& a, int32_t* begins, int32_t* send_offset, int32_t* records, int32_t* sent) {
+  const int ranks = a.common.team.num_ranks;
+#pragma unroll 1
+  for (int s = lane_id(); s <= ranks; s += 32) {
+    copy_async(begins + s, a.routing.recv_begin + s);
+    copy_async(send_offset + s, a.routing.send_offset + s);
+    if (s == ranks) break;
+    copy_async(records + s, a.routing.record_begin + s);
+    copy_async(sent + s, a.routing.sent + s);
+  }
+}
+
+/// Of a call that is over before it begins.
+__device__ __noinline__ void end_early(const CombineArgs& a, Call call, int worker, bool clerk, uint64_t* fetched) {
+  if (kHasBulk && clerk) wait_for_fetched(fetched);
+  if (worker >= 0) poison(a, worker);
+  __syncthreads();
+  tell_expired(a.common, call.epoch);
+  if (a.common.last_of_send) advance_epoch(a.common, call.epoch);
+}
+
 template <bool kLines>
 __global__ void __launch_bounds__(kMostThreads, 1)
-    slab_sums_kernel(const __grid_constant__ Early e, const __grid_constant__ Sums<kLines> a, int room) {
+    slab_sums_kernel(const __grid_constant__ SumsEarly e, const __grid_constant__ Sums<kLines> a, int room) {
   extern __shared__ __align__(128) std::byte memory[];
   __shared__ uint64_t barrier;
   __shared__ int32_t begins[kMaxRanks + 1], records[kMaxRanks], sent[kMaxRanks], send_offset[kMaxRanks + 1];
@@ -252,70 +218,61 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   const Common& c = a.common;
   const int worker = worker_of(block()), unit = thread();
   const bool clerk = is_clerk();
-  const Begun begun = ask(e, worker);
+  const SumsBegun begun = ask_first(e, worker);
   const int32_t own_sent = clerk ? e.sent[e.rank] : 0, own_begin = clerk ? e.recv_begin[e.rank] : 0;
-#pragma unroll 1
-  for (int s = thread(); s <= c.team.num_ranks; s += num_threads()) {
-    copy_async(begins + s, a.routing.recv_begin + s);
-    copy_async(send_offset + s, a.routing.send_offset + s);
-    if (s == c.team.num_ranks) break;
-    copy_async(records + s, a.routing.record_begin + s);
-    copy_async(sent + s, a.routing.sent + s);
-  }
-  const PartialFormat f = PartialFormat::of(a.hidden, kElement<kType>, kTopk, false, a.kHasLines ? c.arena.ll_combine_lines : 0);
-  const Chunks chunks(a, unit, f.units);
-  const Own own{memory, &barrier, &fetched, static_cast<int32_t>(a.hidden) * kElement<kType>};
   const bool whole = begun.broken >= 0;
   const int rows_there = min(begun.end - begun.begin, e.room - begun.record);  // as Owed has it
   const bool loaded = whole && worker >= 0 && e.source != e.rank && worker < min(rows_there, e.ll_tokens);
-  Rows<kTopk> rows;
-  uint32_t left = loaded ? __ballot_sync(kFull, begun.slot >= 0) : 0;
-  int num = 0;
+  const Own own{memory, &barrier, &fetched, static_cast<int32_t>(e.chunks) * kUnitChunk * kElement<kType>};
   int own_row = -1, own_slot = -1;
-  if (!clerk) {
-    num = rows.load(a, chunks, begun.slot, &left);
-  } else if (whole) {
+  FirstRow row;
+  const uint32_t terms = loaded ? __ballot_sync(kFull, begun.slot >= 0) : 0;
+  if (!clerk) row.load(e, unit, begun.slot, terms);
+  const Start start = start_of(c, e.lane, e.depth, begun.asked);
+  const Call call = start.call;
+  const bool begins_well = !__any_sync(kFull, start.over);  // the block has not met: each warp says so for itself
+  uint4* const to = first_place(e, call, begun.record + worker);
+  if (clerk) {
+    // What other ranks wait for comes first: facts, and the mask of the first row.
+    if (begins_well && block() == 0) send_facts(c, call, !whole, &facts);
+    if (begins_well && loaded && lane_id() == 0) store_word(to + e.f.mask, uint4{terms, 0, 0, call.epoch});
+    copy_tables(a, begins, send_offset, records, sent);
     const int at = begun.parts.at[0];
-    const unsigned holder = __ballot_sync(kFull, begun.parts.rank[0] == e.rank && at >= 0 && at < own_sent);
+    const unsigned holder = __ballot_sync(kFull, whole && begun.parts.rank[0] == e.rank && at >= 0 && at < own_sent);
     if (holder) own_row = own_begin + __shfl_sync(kFull, at, __ffs(static_cast<int>(holder)) - 1);
     own_slot = slot_of(a, own_row);
-  }
-  if (clerk && lane_id() == 0) {
-    fetch_init(&barrier);
-    bulk_can_read();
-  }
-  const Start start = start_of(c, begun.asked);
-  const Call call = start.call;
-  auto* to = reinterpret_cast<uint4*>(c.team.base[e.source] + c.arena.ll_combine_at(c.lane, call.copy, 0, begun.record + worker));
-  copies_done();
-  const bool over = __syncthreads_or(start.over);
-  bool good = !over && whole;
-  if (good) {
-    const Work<Sums<kLines>> w{a, call, f, begins, records, sent, send_offset};
-    if (clerk) {
-      if (kHasBulk && worker >= 0) fetch_own(a, own_slot, room, own);
-      good = work_on_books(w, worker, begun, own_row, own_slot, loaded ? begun.slot : kNotAsked, &facts);
-    } else if (worker >= 0) {
-      if (num > 0) {
-        float sum[kUnit];
-        clear(sum);
-        rows.add(num, sum);
-        uint32_t p[kPayload<kType>];
-        round_unit<kType>(sum, p);
-        send_unit<kType>(w, to, unit, p);
-      }
-      good = work_on_units(w, worker, unit, chunks, begun, loaded, own);
+    if (lane_id() == 0) {
+      fetch_init(&barrier);
+      bulk_can_read();
     }
-  } else if (!over && clerk && block() == 0) {
-    send_facts(c, call, true, &facts);
+    __syncwarp();
+    wait_for_terms();
+    if (kHasBulk) fetch_own(a, own_slot, room, own);
+  } else if (terms != 0 && begins_well) {
+    send_first<kLines>(row, e, call, to, unit);
+  } else {
+    terms_are_there();
+  }
+  copies_done();
+  if (__syncthreads_or(start.over)) return end_early(a, call, worker, clerk, &barrier);
+  bool good = whole;
+  if (good) {
+    const Work<Sums<kLines>> w{a, call, e.f, begins, records, sent, send_offset};
+    if (clerk) {
+      good = work_on_books(w, worker, begun, own_row, own_slot, loaded, &facts);
+    } else if (worker >= 0) {
+      good = work_on_units(w, worker, unit, Chunks(a, unit, e.f.units), begun, loaded, own);
+    }
   }
   good = __syncthreads_and(good);
-  if (!over && block() == 0) {
+  if (block() == 0) {
     const bool heard = hear_all(c, call, &facts);
     good = __syncthreads_and(heard) && good;
   }
-  if (!good && worker >= 0) poison(a, worker);
-  __syncthreads();
+  if (!good) {
+    if (kHasBulk && clerk) wait_for_fetched(&barrier);
+    if (worker >= 0) poison(a, worker);
+  }
   tell_expired(c, call.epoch);
   if (c.last_of_send) advance_epoch(c, call.epoch);
 }
@@ -325,7 +282,8 @@ __global__ void __launch_bounds__(kMostThreads, 1)
 bool can_sum_slab(const CombineArgs& a) {
   const bool is_plain = a.num_topk == SlabSums::num_topk && a.apply == SlabSums::apply && a.layout == SlabSums::layout && !a.has_side;
   const int units = PartialFormat::of(a.hidden, kElement<kType>, kTopk, false, a.common.arena.ll_combine_lines).units;
-  return is_plain && a.dtype == kType && a.routing.slots != nullptr && units <= kMostUnits;
+  const bool is_near = a.y_stride >= 0 && a.y_stride <= int64_t{UINT32_MAX};
+  return is_plain && is_near && a.dtype == kType && a.routing.slots != nullptr && units <= kMostUnits;
 }
 
 cudaError_t launch_slab_sums(const CombineArgs& a, int blocks, int shared_bytes, cudaStream_t stream) {
@@ -335,8 +293,8 @@ cudaError_t launch_slab_sums(const CombineArgs& a, int blocks, int shared_bytes,
   const int threads = std::max(128, static_cast<int>(core::align_up(units, 32)) + 32);
   const auto shared = static_cast<size_t>(room * row);
   if (a.common.arena.ll_combine_lines)
-    return launch_kernel(slab_sums_kernel<true>, blocks, threads, shared, stream, a.chained, Early(a), Sums<true>(a), room);
-  return launch_kernel(slab_sums_kernel<false>, blocks, threads, shared, stream, a.chained, Early(a), Sums<false>(a), room);
+    return launch_kernel(slab_sums_kernel<true>, blocks, threads, shared, stream, a.chained, SumsEarly(a), Sums<true>(a), room);
+  return launch_kernel(slab_sums_kernel<false>, blocks, threads, shared, stream, a.chained, SumsEarly(a), Sums<false>(a), room);
 }
 
 cudaError_t prepare_slab_sums(int shared_bytes) {

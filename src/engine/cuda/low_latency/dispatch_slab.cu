@@ -78,21 +78,30 @@ struct Begun {
   float weight;
 };
 template <bool kLines>
-__device__ __forceinline__ Begun begin(const SlabArgs& a, const Tables& t, const FormatOf<kLines>& f, int builders, bool some, int worker,
+__device__ __forceinline__ Begun begin(const SlabArgs& a, const SlabEarly& e, const Tables& t, const FormatOf<kLines>& f, bool some, int worker,
                                        std::byte* row, Found* found, FactWords* facts) {
   const Common& c = a.common;
-  const int counter = thread() - builders, counters = num_threads() - builders;
+  const int builders = e.builders, counter = thread() - builders, counters = num_threads() - builders;
   const bool tells = block() == 0, counts = some && counter >= 0;
-  const Loaded l = ask_all(a, counter, some, worker);
+  alignas(16) __shared__ int32_t ids[kMostCounters * kTopk];
+  const Loaded l = ask_all(e, c, counter, counters, some, worker);
+  asm volatile("" ::"l"(c.team.base[(c.team.rank + 1) % c.team.num_ranks]));  // that line of the arguments is there when it is needed
   if (tells) {
     clear_counters(a, t);
     if (thread() == 0) found->remote = 0;
   } else if (counts) {
 #pragma unroll 1
-    for (int e = counter; e < c.num_experts; e += counters) pairs_before(t)[e] = 0;
+    for (int i = counter; i < e.num_experts; i += counters) pairs_before(t)[i] = 0;
   }
-  fill_tables(c, t, l);
-  const Start start = start_of(c, l.asked);
+  if (tells) {
+    keep_ids(e, e.num_tokens, thread(), num_threads(), l, ids);
+    fill_owners(e, t, l, thread(), num_threads());
+    fill_locals(e, t, l);
+  } else if (counter >= 0) {
+    if (some) keep_ids(e, worker + 1, counter, counters, l, ids);
+    fill_owners(e, t, l, counter, counters);
+  }
+  const Start start = start_of(c, e.lane, e.depth, l.asked);
   Begun b{};
   b.call = start.call;
   int bad = -1;
@@ -101,24 +110,26 @@ __device__ __forceinline__ Begun begin(const SlabArgs& a, const Tables& t, const
     const int num = num_tellings(c) * c.team.num_ranks;
     told = telling_of(c, t, b.call, facts, &found->remote, thread() < num ? thread() : 0);
     __syncthreads();
-    bad = count_token(a, t, l.one, l.two);
+    bad = count_all(a, t, ids);
     if (thread() == num_threads() - 1) fill_facts(c, b.call.epoch, false, a.num_tokens, facts, 0, l.hash);
   } else if (counts) {
     sync_some(kCountersBarrier, counters);
     b.weight = l.weight;
-    b.counted = find_ranks(a, l.one, l.two, counter < worker, counter / 32, found);
+    const Entries other = kept_ids(ids, min(counter, worker));
+    b.counted = find_ranks(a, t, kept_ids(ids, worker), other, counter < worker, counter / 32, found);
 #pragma unroll 1
     for (int i = 0; i < builders / 32; ++i) arrive_some(kBuildersBarrier + i, 32 + counters);
-    count_pairs(a, t, l.two, counter < worker);
+    count_pairs(a, t, other, counter < worker);
   } else if (some) {
-    build_part(a, f, l, row);
-    if (thread() < num_blocks()) b.seen_started = *reinterpret_cast<const volatile uint32_t*>(&c.lane_control->started[thread()]);
+    build_part(e, f, l, row);
+    if (thread() < num_blocks()) b.seen_started = *reinterpret_cast<const volatile uint32_t*>(&e.lane->started[thread()]);
     __syncwarp();
     sync_some(kBuildersBarrier + warp_id(), 32 + counters);
-    const Part part = part_of<kLines>(static_cast<int>(a.hidden), warp_id());
-    if (!__any_sync(kFull, start.over)) send_words(a, f, *found, b.call, row, part.first, part.end, counters / 32);
+    const Part part = part_of<kLines>(e.hidden, warp_id());
+    if (!__any_sync(kFull, start.over)) send_words(a, e, f, *found, b.call, row, part.first, part.end, counters / 32);
     bulk_can_read();
   }
+  if (!tells) fill_locals(e, t, l);
   if (__syncthreads_or(start.over || bad >= 0)) {
     b.over = __syncthreads_or(start.over);
     if (b.over) return b;
@@ -135,8 +146,8 @@ __device__ __forceinline__ Begun begin(const SlabArgs& a, const Tables& t, const
 }
 
 template <bool kLines>
-__global__ void __launch_bounds__(kMostThreads, 1) slab_kernel(int builders, const __grid_constant__ FormatOf<kLines> f,
-                                                               const __grid_constant__ SlabArgs a, const __grid_constant__ SharedPlan plan) {
+__global__ void __launch_bounds__(kMostThreads, 1) slab_kernel(const __grid_constant__ SlabEarly e, const __grid_constant__ FormatOf<kLines> f,
+                                                               const __grid_constant__ SharedPlan plan, const __grid_constant__ SlabArgs a) {
   extern __shared__ __align__(128) std::byte memory[];
   __shared__ Found found;
   __shared__ Admission admission;
@@ -144,10 +155,11 @@ __global__ void __launch_bounds__(kMostThreads, 1) slab_kernel(int builders, con
   __shared__ int32_t own_place;
   const Common& c = a.common;
   const int workers = num_workers(), worker = worker_of(block());
-  const bool some = worker >= 0 && worker < a.num_tokens;
+  const int builders = e.builders;
+  const bool some = worker >= 0 && worker < e.num_tokens;
   const Tables t = tables_at(a, plan, memory);
   wait_for_previous();
-  const Begun begun = begin(a, t, f, builders, some, worker, memory, &found, &facts);
+  const Begun begun = begin(a, e, t, f, some, worker, memory, &found, &facts);
   const Call call = begun.call;
   if (begun.over) {
     if (block() == 0) clear_counts(a);
@@ -159,17 +171,18 @@ __global__ void __launch_bounds__(kMostThreads, 1) slab_kernel(int builders, con
   const HeaderItems items(a);
   const Work<SlabArgs, FormatOf<kLines>> w{a, call, f, plan, t, nullptr, &admission, memory, nullptr, worker, workers};
   const uint4 seen = items.peek(c, call, thread());
-  const RowWords first_words = ask_first_row(w);
+  RowWords first_words;
   if (kLines && some && thread() < builders) {
-    const Part part = part_of<kLines>(static_cast<int>(a.hidden), warp_id());
-    send_words(a, f, found, call, memory, part.end, part.border, (num_threads() - builders) / 32);
+    const Part part = part_of<kLines>(e.hidden, warp_id());
+    send_words(a, e, f, found, call, memory, part.end, part.border, (num_threads() - builders) / 32);
   }
   if (some && thread() / 32 == builders / 32)
-    finish_token(a, f, t, begun.counted, (num_threads() - builders) / 32, begun.weight, worker, call, memory, found, &own_place);
+    finish_token(a, e, f, t, begun.counted, (num_threads() - builders) / 32, begun.weight, worker, call, memory, found, &own_place);
   if (__syncthreads_or(!have_started_soon(c, call.epoch, begun.seen_started))) send_for_rest(a, f, t, &facts, call, w.received_row(0));
 
   bool good = gather_counts(a, call, t, &admission, items, seen) && admit(a, call, f, t, &admission);
   let_next_start();
+  first_words = ask_first_row(w);  // most of it is there by now; what comes meanwhile takes as long as a look
   if (good && worker >= 0) {
     const int me = c.team.rank;
     if (some && own_place >= 0 && own_place < admission.begins[me + 1] - admission.begins[me])
@@ -179,7 +192,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) slab_kernel(int builders, con
   }
   if (block() == 0) good = (good ? write_down(a, t, call, admission) : find_difference(a, t, call, admission, facts) && good) && !is_over(c, call);
   if (!good) clear_counts(a);
-  bulk_finish();
+  bulk_have_read<0>();  // the end of the kernel waits for the rest
   __syncthreads();
   tell_expired(c, call.epoch);
   advance_epoch(c, call.epoch);
@@ -202,8 +215,9 @@ cudaError_t launch_dispatch_slab(const DispatchArgs& a, int blocks, cudaStream_t
   const int builders = builders_for(a), threads = builders + counters_for(a);
   const RowFormat f = RowFormat::of(a);
   const auto bytes = static_cast<size_t>(plan.num_bytes);
-  if (f.lines) return launch_kernel(slab_kernel<true>, blocks, threads, bytes, stream, a.chained, builders, FormatOf<true>(f), SlabArgs(a), plan);
-  return launch_kernel(slab_kernel<false>, blocks, threads, bytes, stream, a.chained, builders, FormatOf<false>(f), SlabArgs(a), plan);
+  if (f.lines)
+    return launch_kernel(slab_kernel<true>, blocks, threads, bytes, stream, a.chained, SlabEarly(a, builders), FormatOf<true>(f), plan, SlabArgs(a));
+  return launch_kernel(slab_kernel<false>, blocks, threads, bytes, stream, a.chained, SlabEarly(a, builders), FormatOf<false>(f), plan, SlabArgs(a));
 }
 
 cudaError_t prepare_dispatch_slab() {

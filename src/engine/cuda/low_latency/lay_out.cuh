@@ -54,19 +54,22 @@ __device__ __forceinline__ void for_each_part(const AnyDispatch auto& a, const R
   }
 }
 
-/// Where entry k of received row `n` of source `s` goes in the result: its row, or -1. Writes the routing.
-__device__ __forceinline__ int place(const auto& w, const std::byte* row, int s, int n, int k) {
+/// Where entry k of received row `n` of source `s` goes in the result: its row, or -1. `put(row)` comes first, then the routing is written.
+template <class Put>
+__device__ __forceinline__ int place(const auto& w, const std::byte* row, int s, int n, int k, Put put) {
   const auto& a = w.a;
   const Routing& r = a.routing;
   const bool by_rank = a.layout == Layout::rank_major;
   const int64_t i = static_cast<int64_t>(n) * a.num_topk + k;
-  if (a.cached) return by_rank ? (k == 0 ? n : -1) : r.position[i];
+  if (a.cached) {
+    const int at = by_rank ? (k == 0 ? n : -1) : r.position[i];
+    if (at >= 0) put(at);
+    return at;
+  }
   const Meta m = meta_of(a, w.f, const_cast<std::byte*>(row));
   const int id = m.id[k];
   const bool here = id >= 0 && id < a.common.num_experts && w.t.owner[id] == a.common.team.rank;
   const int e = here ? w.t.local[id] : -1;
-  r.recv_idx[i] = e;
-  if (a.has_weights) r.recv_weights[i] = here ? m.weight[k] : 0.0f;
   int at = -1;
   if (here) {
     const int nth = w.t.before[s * a.common.max_local + e] + m.pair[k];
@@ -78,14 +81,18 @@ __device__ __forceinline__ int place(const auto& w, const std::byte* row, int s,
     const int64_t room = by_rank ? a.result_rows * a.num_topk : a.result_rows;
     if (!fits || at < 0 || at >= room) at = -1;
   }
+  const int to = by_rank ? (k == 0 ? n : -1) : at;
+  if (to >= 0) put(to);
+  r.recv_idx[i] = e;
+  if (a.has_weights) r.recv_weights[i] = here ? m.weight[k] : 0.0f;
   if (by_rank) {
     if (at >= 0) r.sorted_rows[at] = n;
-    return k == 0 ? n : -1;
+    return to;
   }
   r.position[i] = at;
   if (r.slots) r.slots[(s * a.common.arena.ll_tokens + n - w.m->begins[s]) * a.num_topk + k] = at;
   if (at >= 0 && a.has_weights) r.row_weights[at] = m.weight[k];
-  return at;
+  return to;
 }
 
 /// Copies a row in shared memory to its places. The whole block calls it; bulk copies are still reading when it returns.
@@ -100,10 +107,10 @@ __device__ __forceinline__ void lay_out(const auto& w, const std::byte* row, int
     if (lane_id() != 0) return;
 #pragma unroll 1
     for (int j = warp_id(); j < a.num_topk; j += num_warps()) {
-      const int at = place(w, row, s, n, j);
-      if (at < 0) continue;
-      bulk_put(a.out_x + at * a.out_stride, row, static_cast<uint32_t>(a.x_bytes));
-      if (a.scale_bytes) bulk_put(a.out_scales + at * a.scale_bytes, row + w.f.scales, static_cast<uint32_t>(a.scale_bytes));
+      place(w, row, s, n, j, [&](int at) {
+        bulk_put(a.out_x + at * a.out_stride, row, static_cast<uint32_t>(a.x_bytes));
+        if (a.scale_bytes) bulk_put(a.out_scales + at * a.scale_bytes, row + w.f.scales, static_cast<uint32_t>(a.scale_bytes));
+      });
     }
     bulk_close();
     return;
@@ -111,12 +118,11 @@ __device__ __forceinline__ void lay_out(const auto& w, const std::byte* row, int
   bool all_bulk = true;
   for_each_part(a, w.f, [&](std::byte* to, int64_t stride, int, int64_t bytes) { all_bulk = all_bulk && fits_bulk(to, stride, bytes); });
   if (k < a.num_topk) {
-    const int at = place(w, row, s, n, k);
-    if (at >= 0) {
+    const int at = place(w, row, s, n, k, [&](int row_at) {
       for_each_part(a, w.f, [&](std::byte* to, int64_t stride, int from, int64_t bytes) {
-        if (fits_bulk(to, stride, bytes)) bulk_put(to + at * stride, row + from, static_cast<uint32_t>(bytes));
+        if (fits_bulk(to, stride, bytes)) bulk_put(to + row_at * stride, row + from, static_cast<uint32_t>(bytes));
       });
-    }
+    });
     bulk_close();
     if (!all_bulk) where[k] = at;
   }

@@ -40,64 +40,128 @@ struct Found {
   uint32_t remote;
 };
 
-/// What a thread asks for before it knows anything, what is needed first first. Builders hold pieces of x where others have entries.
+/// All that a block asks for first, side by side in the arguments of the kernel: each line of them that it touches is a trip of its own.
+struct SlabEarly {
+  LaneControl* lane;
+  const uint64_t *status, *generation;
+  const std::byte* x;
+  const void* topk_idx;
+  const float* topk_weights;
+  const int32_t *owner, *local;
+  int64_t x_stride;
+  uint64_t to, copy_bytes;  ///< where rows of this rank are staged, in any arena
+  int32_t num_tokens, num_experts, hidden, builders;
+  uint32_t depth, row_bytes;
+  bool ids_are_64;
+
+  SlabEarly(const DispatchArgs& a, int num_builders) {
+    const Common& c = a.common;
+    lane = c.lane_control;
+    depth = static_cast<uint32_t>(c.arena.depth);
+    to = c.arena.ll_dispatch_at(c.lane, 0, c.team.rank, 0);
+    copy_bytes = c.arena.ll_dispatch_at(c.lane, 1, c.team.rank, 0) - to;
+    row_bytes = static_cast<uint32_t>(c.arena.ll_dispatch_row);
+    status = reinterpret_cast<const uint64_t*>(c.team.base[c.team.rank] + c.arena.status);
+    generation = &c.control->generation;
+    x = a.x, topk_idx = a.topk_idx, topk_weights = static_cast<const float*>(a.topk_weights);
+    owner = c.owner, local = c.local;
+    x_stride = a.x_stride;
+    num_tokens = static_cast<int32_t>(a.num_tokens), num_experts = c.num_experts, hidden = static_cast<int32_t>(a.hidden), builders = num_builders;
+    ids_are_64 = a.ids_are_64;
+  }
+};
+
+/// What a thread asks for before it knows anything, what is needed first first: builders pieces of x, the others ids.
 struct Loaded {
-  Entries one, two;
+  static constexpr int kMost = 4;
+  uint4 v[kMost];
   float weight;
   Asked asked;
-  int owner, local;
+  uint4 owners;  ///< of four experts
+  int local;
   int64_t hash;
 };
-__device__ __forceinline__ Loaded ask_all(const SlabArgs& a, int counter, bool some, int worker) {
-  const Common& c = a.common;
+/// Ids of the first `tokens` tokens, sixteen bytes each for the `i`-th of `count` threads: neighbours ask for neighbouring words. Threads that ask
+/// for tokens of their own would take the SM's loads half a microsecond, if ids have 64 bits.
+__device__ __forceinline__ void ask_ids(const SlabEarly& e, int tokens, int i, int count, Loaded* l) {
+  const int num = tokens * (e.ids_are_64 ? 4 : 2);
+#pragma unroll
+  for (int j = 0; j < Loaded::kMost; ++j) l->v[j] = load_stream_if(j * count + i < num, static_cast<const uint4*>(e.topk_idx) + j * count + i);
+}
+/// As they come to shared memory, in 32 bits: an id that needs more is none.
+__device__ __forceinline__ void keep_ids(const SlabEarly& e, int tokens, int i, int count, const Loaded& l, int32_t* ids) {
+  const int num = tokens * (e.ids_are_64 ? 4 : 2);
+#pragma unroll
+  for (int j = 0; j < Loaded::kMost; ++j) {
+    const int w = j * count + i;
+    if (w >= num) continue;
+    const uint4 v = l.v[j];
+    const auto narrow = [](uint32_t low, uint32_t high) { return static_cast<int>(high) == static_cast<int>(low) >> 31 ? low : ~1u; };
+    if (e.ids_are_64) reinterpret_cast<uint2*>(ids)[w] = uint2{narrow(v.x, v.y), narrow(v.z, v.w)};
+    else reinterpret_cast<uint4*>(ids)[w] = v;
+  }
+}
+/// Those of a token, from there.
+__device__ __forceinline__ Entries kept_ids(const int32_t* ids, int token) {
+  const uint4 a = reinterpret_cast<const uint4*>(ids)[2 * token], b = reinterpret_cast<const uint4*>(ids)[2 * token + 1];
+  return {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
+}
+
+__device__ __forceinline__ Loaded ask_all(const SlabEarly& e, const Common& c, int counter, int counters, bool some, int worker) {
   Loaded l{};
-  if (block() == 0) {
-    const bool there = thread() < a.num_tokens;
-    l.one = ask_entries(a, thread(), there);
-    if (a.ids_are_64) l.two = ask_entries<true>(a, thread(), there);
-    l.hash = c.experts ? c.experts->hash : 0;
+  const bool tells = block() == 0;
+  if (tells) {
+    ask_ids(e, e.num_tokens, thread(), num_threads(), &l);
   } else if (counter >= 0) {
-    if (some) l.one = ask_entries(a, worker, true), l.two = ask_entries(a, counter, counter < worker);
-    if (some) l.weight = weight_of(a, static_cast<int64_t>(worker) * kTopk + min(lane_id(), kTopk - 1));
+    if (some) ask_ids(e, worker + 1, counter, counters, &l);
+    if (some) l.weight = e.topk_weights[worker * kTopk + min(lane_id(), kTopk - 1)];
   } else {
-    const auto* x = reinterpret_cast<const uint4*>(a.x + worker * a.x_stride);
+    const auto* x = reinterpret_cast<const uint4*>(e.x + worker * e.x_stride);
 #pragma unroll
     for (int j = 0; j < kPieces; ++j) {
       const int p = (warp_id() * kPieces + j) * 32 + lane_id();
-      const uint4 v = load_stream_if(some && p * kChunk < a.hidden, x + p);
-      uint32_t* to = (j < 2 ? l.one : l.two).words + j % 2 * 4;
-      to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+      l.v[j] = load_stream_if(some && p * kChunk < e.hidden, x + p);
     }
   }
-  l.asked = ask_start(c);
-  l.owner = thread() < c.num_experts ? __ldg(c.owner + thread()) : 0;
-  l.local = thread() < c.num_experts ? __ldg(c.local + thread()) : 0;
+  l.asked.before = *reinterpret_cast<const volatile uint32_t*>(&e.lane->epoch[block() % kMaxChannels]);
+  l.asked.status = load_relaxed(e.status);
+  l.asked.generation = *reinterpret_cast<const volatile uint64_t*>(e.generation);
+  l.asked.failed = *reinterpret_cast<const volatile uint32_t*>(&e.lane->failed);
+  const int first = 4 * (tells ? thread() : counter);  // the table of local numbers follows: there is something behind the owners
+  if (first >= 0 && first < e.num_experts) l.owners = __ldg(reinterpret_cast<const uint4*>(e.owner) + first / 4);
+  l.local = thread() < e.num_experts ? __ldg(e.local + thread()) : 0;
+  if (tells) l.hash = c.experts ? c.experts->hash : 0;
   return l;
 }
-__device__ __forceinline__ void fill_tables(const Common& c, const Tables& t, const Loaded& l) {
+/// Owners of all experts, by `count` threads, the `i`-th of which calls it.
+__device__ __forceinline__ void fill_owners(const SlabEarly& e, const Tables& t, const Loaded& l, int i, int count) {
+  auto* to = reinterpret_cast<uint32_t*>(t.owner);
 #pragma unroll 1
-  for (int e = thread(); e < c.num_experts; e += num_threads()) {
-    const bool first = e == thread();
-    t.owner[e] = static_cast<uint8_t>(first ? l.owner : __ldg(c.owner + e));
-    t.local[e] = static_cast<uint16_t>(first ? l.local : __ldg(c.local + e));
+  for (int w = i; 4 * w < e.num_experts; w += count) {
+    const uint4 v = w == i ? l.owners : __ldg(reinterpret_cast<const uint4*>(e.owner) + w);
+    to[w] = v.x | v.y << 8 | v.z << 16 | v.w << 24;
   }
+}
+__device__ __forceinline__ void fill_locals(const SlabEarly& e, const Tables& t, const Loaded& l) {
+#pragma unroll 1
+  for (int w = thread(); w < e.num_experts; w += num_threads()) t.local[w] = static_cast<uint16_t>(w == thread() ? l.local : __ldg(e.local + w));
 }
 
 /// Of a counter: id and rank of the entry of the block's token whose number is the lane's, and how often the token has the id before it.
 struct Counted {
   int id, dest, same;
 };
-/// Where the token goes: its ranks, and how many of the tokens that this warp looks at go there, too. No table is waited for.
-__device__ __forceinline__ Counted find_ranks(const SlabArgs& a, const Entries& mine, const Entries& other, bool there, int warp, Found* found) {
-  const int32_t* owner = a.common.owner;
+/// Where the token goes: its ranks, and how many of the tokens that this warp looks at go there, too.
+__device__ __forceinline__ Counted find_ranks(const SlabArgs& a, const Tables& t, const Entries& mine, const Entries& other, bool there, int warp,
+                                              Found* found) {
   Counted n{-1, -1, 0};
   int ids[kTopk], others[kTopk], dest[kTopk], owners[kTopk];
 #pragma unroll
   for (int k = 0; k < kTopk; ++k) {
     ids[k] = entry_of(a, mine, k);
     others[k] = there ? entry_of(a, other, k) : -1;
-    dest[k] = __ldg(owner + max(ids[k], 0));
-    owners[k] = __ldg(owner + max(others[k], 0));
+    dest[k] = t.owner[max(ids[k], 0)];
+    owners[k] = t.owner[max(others[k], 0)];
   }
   uint32_t ranks = 0;
 #pragma unroll
@@ -143,13 +207,14 @@ __device__ __forceinline__ int row_of(const Found& found, int k, int warps) {
 }
 
 /// Words [first, end) of the row to all other ranks that get it, by a warp.
-__device__ __forceinline__ void send_words(const SlabArgs& a, const auto& f, const Found& found, Call call, const std::byte* row, int first, int end,
-                                           int warps) {
-  const Common& c = a.common;
+__device__ __forceinline__ void send_words(const SlabArgs& a, const SlabEarly& e, const auto& f, const Found& found, Call call, const std::byte* row,
+                                           int first, int end, int warps) {
+  const uint64_t at = e.to + static_cast<uint32_t>(call.copy) * e.copy_bytes;
 #pragma unroll 1
   for (uint32_t left = found.remote; left; left &= left - 1) {
     const int k = __ffs(static_cast<int>(left)) - 1;
-    auto* to = reinterpret_cast<uint4*>(c.team.base[found.key[k]] + c.arena.ll_dispatch_at(c.lane, call.copy, c.team.rank, row_of(found, k, warps)));
+    const auto n = static_cast<uint32_t>(row_of(found, k, warps));
+    auto* to = reinterpret_cast<uint4*>(a.common.team.base[found.key[k]] + (at + static_cast<uint64_t>(n) * e.row_bytes));
     store_words(f, to, row, first, end, 32, call.epoch);
   }
 }
@@ -159,19 +224,56 @@ __device__ __forceinline__ int words_of_x(const SlabArgs& a, bool lines) {
   return lines ? hidden / kLinePayload * kLineWords : hidden / (kWordPayload * 4);
 }
 
-/// A warp of builders: its part of the row.
-__device__ __forceinline__ void build_part(const SlabArgs& a, const RowFormat& f, const Loaded& l, std::byte* row) {
+/// Largest magnitude of eight bf16, as bits without a sign; among the finite ones only: rare.
+__device__ __forceinline__ uint32_t any_amax(const uint4& v) {
+  const uint32_t most = __vmaxu2(__vmaxu2(v.x & 0x7FFF7FFF, v.y & 0x7FFF7FFF), __vmaxu2(v.z & 0x7FFF7FFF, v.w & 0x7FFF7FFF));
+  return max(most & 0xFFFF, most >> 16);
+}
+inline constexpr uint32_t kInfinityBf16 = 0x7F80;
+__device__ __noinline__ inline uint32_t finite_amax(uint4 v) {
+  uint32_t amax = 0;
+#pragma unroll 1
+  for (int i = 0; i < 8; ++i) {
+    const uint32_t two = i / 2 == 0 ? v.x : i / 2 == 1 ? v.y : i / 2 == 2 ? v.z : v.w, one = two >> (i % 2 * 16) & 0x7FFF;
+    if (one < kInfinityBf16) amax = max(amax, one);
+  }
+  return amax;
+}
+/// A warp of builders: its part of the row. As in device/quantize.cuh, all blocks of the warp are scaled at once: an SM has one row to
+/// quantise, and it is the number of instructions that takes time.
+__device__ __forceinline__ void build_part(const SlabEarly& e, const RowFormat& f, const Loaded& l, std::byte* row) {
+  static_assert(kPieces == 3 && SlabArgs::dtype == DType::bf16 && SlabArgs::quantize == Quantize::fp8_e4m3);
+  const int lane = lane_id(), chunks = e.hidden / kChunk, first = warp_id() * kPieces * 32;
+  uint32_t amax[kPieces];
+#pragma unroll
+  for (int j = 0; j < kPieces; ++j) amax[j] = any_amax(l.v[j]);
+  if (max(max(amax[0], amax[1]), amax[2]) >= kInfinityBf16) {
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j) amax[j] = finite_amax(l.v[j]);
+  }
+  // Three blocks over the 16 lanes that hold them: at each step a lane keeps some of what it has; in the end block lane % 4, the last twice.
+  const bool odd = lane & 1, third = lane & 2;
+  const uint32_t p = max(odd ? amax[1] : amax[0], __shfl_xor_sync(kFull, odd ? amax[0] : amax[1], 1));
+  const uint32_t q = max(amax[2], __shfl_xor_sync(kFull, amax[2], 1));
+  uint32_t mine = max(third ? q : p, __shfl_xor_sync(kFull, third ? p : q, 2));
+  mine = max(mine, __shfl_xor_sync(kFull, mine, 4));
+  mine = max(mine, __shfl_xor_sync(kFull, mine, 8));
+  const float scale = core::scale_of(__uint_as_float(mine << 16)), inverse = 1.0f / scale;
+  const int block = (first + min(lane % 4, 2) * 32 + lane / 16 * 16) / 16;
+  if (lane % 16 < kPieces && block * 16 < chunks) reinterpret_cast<float*>(row + f.scales)[block] = scale;
 #pragma unroll
   for (int j = 0; j < kPieces; ++j) {
-    const int p = (warp_id() * kPieces + j) * 32;
-    const uint32_t* v = (j < 2 ? l.one : l.two).words + j % 2 * 4;
-    if (p * kChunk < a.hidden) quantize_chunk(a, f, widen(a.dtype, uint4{v[0], v[1], v[2], v[3]}), (p + lane_id()) * kChunk, row);
+    const float by = __shfl_sync(kFull, inverse, lane / 16 * 16 + j);
+    const auto pair = [by](uint32_t two) { return to_e4m3(__uint_as_float(two << 16) * by, __uint_as_float(two & 0xFFFF0000) * by); };
+    const int at = first + j * 32 + lane;
+    const uint4 v = l.v[j];
+    if (at < chunks) *reinterpret_cast<uint2*>(row + at * kChunk) = uint2{pair(v.x) | pair(v.y) << 16, pair(v.z) | pair(v.w) << 16};
   }
 }
 
 /// The first warp of counters, once the row is there and all pairs are counted: the end of the row, and what the source keeps of its routing.
-__device__ __forceinline__ void finish_token(const SlabArgs& a, const auto& f, const Tables& t, const Counted& n, int warps, float weight, int token,
-                                             Call call, std::byte* row, const Found& found, int32_t* own_place) {
+__device__ __forceinline__ void finish_token(const SlabArgs& a, const SlabEarly& e, const auto& f, const Tables& t, const Counted& n, int warps,
+                                             float weight, int token, Call call, std::byte* row, const Found& found, int32_t* own_place) {
   const int k = lane_id();
   if (k == 0) *own_place = -1;
   __syncwarp();
@@ -183,7 +285,7 @@ __device__ __forceinline__ void finish_token(const SlabArgs& a, const auto& f, c
     m.weight[k] = weight;
   }
   __syncwarp();
-  send_words(a, f, found, call, row, words_of_x(a, f.lines), f.num_words, warps);
+  send_words(a, e, f, found, call, row, words_of_x(a, f.lines), f.num_words, warps);
   if (k >= kTopk) return;
   const bool goes = found.key[k] >= 0;
   const int at = row_of(found, k, warps), id = n.id < 0 ? -1 : n.id;
@@ -197,24 +299,25 @@ __device__ __forceinline__ void finish_token(const SlabArgs& a, const auto& f, c
   if (goes && n.dest == a.common.team.rank) r.own_tokens[at] = token, *own_place = at;
 }
 
-/// Block 0: a thread counts the pairs of one token in t.before and the rows to each rank in t.scratch, which are 0. Returns where an id
-/// is no expert, -1: nowhere.
-__device__ __forceinline__ int count_token(const SlabArgs& a, const Tables& t, const Entries& ids, const Entries& upper) {
+/// Block 0 counts all pairs in t.before and the rows to each rank in t.scratch, which are 0. Returns where an id is no expert, -1: nowhere.
+__device__ __forceinline__ int count_all(const SlabArgs& a, const Tables& t, const int32_t* ids) {
   const Common& c = a.common;
-  if (warp_id() * 32 >= a.num_tokens) return -1;
-  const int u = thread();
-  const bool there = u < a.num_tokens;
+  const int tokens = static_cast<int>(a.num_tokens), u = thread();
   int bad = -1;
+#pragma unroll 2
+  for (int i = u; i < tokens * kTopk; i += num_threads()) {
+    const int id = ids[i];
+    if (static_cast<uint32_t>(id) < static_cast<uint32_t>(c.num_experts)) atomicAdd(&t.before[t.owner[id] * c.max_local + t.local[id]], 1);
+    else if (id != -1) bad = i / kTopk * kMaxTopk + i % kTopk;
+  }
+  if (warp_id() * 32 >= tokens) return bad;
+  const Entries entries = kept_ids(ids, min(u, tokens - 1));
   uint32_t ranks = 0;
 #pragma unroll
   for (int k = 0; k < kTopk; ++k) {
-    int id = there ? entry_of(a, ids, k) : -1;
-    if (a.ids_are_64 && there && id != -2 && static_cast<int>(upper.words[k]) != id >> 31) id = -2;
-    if (id == -2) bad = u * kMaxTopk + k;
-    if (id < 0) continue;
-    const int owner = t.owner[id];
-    atomicAdd(&t.before[owner * c.max_local + t.local[id]], 1);
-    ranks |= 1u << owner;
+    const int id = entry_of(a, entries, k);
+    const uint32_t to = 1u << t.owner[max(id, 0)];
+    ranks |= id >= 0 && u < tokens ? to : 0;
   }
 #pragma unroll 1
   for (int r = 0; r < c.team.num_ranks; ++r) {

@@ -120,14 +120,18 @@ __device__ __forceinline__ Asked ask_start(const Common& c) {
   a.generation = *reinterpret_cast<const volatile uint64_t*>(&c.control->generation);
   return a;
 }
-__device__ __forceinline__ Start start_of(const Common& c, const Asked& asked) {
+/// `lane` and `depth`: what `c` says, too, but perhaps not as soon.
+__device__ __forceinline__ Start start_of(const Common& c, LaneControl* lane, uint32_t depth, const Asked& asked) {
   const uint32_t epoch = asked.before + 1;
-  const Call call{epoch, static_cast<int>(epoch % static_cast<uint32_t>(c.arena.depth))};
-  if (thread() == 0) *reinterpret_cast<volatile uint32_t*>(&c.lane_control->started[block()]) = epoch;
+  const Call call{epoch, static_cast<int>(epoch % depth)};
+  if (thread() == 0) *reinterpret_cast<volatile uint32_t*>(&lane->started[block()]) = epoch;
   clear_next_tickets(c, call);
   clear_expired();
   const bool over = asked.failed == epoch || asked.status > asked.generation;
   return {call, over && is_over(c, call)};
+}
+__device__ __forceinline__ Start start_of(const Common& c, const Asked& asked) {
+  return start_of(c, c.lane_control, static_cast<uint32_t>(c.arena.depth), asked);
 }
 
 /// Whether this thread's block does the sending part of block `b`, which has not started; of all that could, one does. Where few SMs are

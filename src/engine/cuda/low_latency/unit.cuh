@@ -96,28 +96,32 @@ __device__ __forceinline__ void copy_unit(const std::byte* row, const Place& pla
   }
 }
 
-/// Rounds a unit to the type of the wire and of the result; NaN is canonical.
-template <DType kType>
-__device__ __forceinline__ void round_unit(const float* sum, uint32_t* out) {
+/// Rounds values to the type of the wire and of the result; NaN is canonical.
+template <DType kType, int kNum>
+__device__ __forceinline__ void round_values(const float* sum, uint32_t* out) {
   if constexpr (kType == DType::fp32) {
 #pragma unroll
-    for (int i = 0; i < kUnit; ++i) out[i] = core::bits_of(core::canonical(sum[i]));
+    for (int i = 0; i < kNum; ++i) out[i] = core::bits_of(core::canonical(sum[i]));
   } else {
     uint32_t nan = 0;
 #pragma unroll
-    for (int i = 0; i < kUnit / 2; ++i) {
+    for (int i = 0; i < kNum / 2; ++i) {
       out[i] = kType == DType::bf16 ? to_bf16(sum[2 * i], sum[2 * i + 1]) : to_fp16(sum[2 * i], sum[2 * i + 1]);
       nan |= (out[i] & 0x7fff7fff) + 0x00010001;  // the instruction's NaN is all ones, and nothing else is
     }
     if (nan & 0x80008000) {
       constexpr uint32_t kNan = kType == DType::bf16 ? core::kNanBf16 : core::kNanFp16;
 #pragma unroll
-      for (int i = 0; i < kUnit / 2; ++i) {
+      for (int i = 0; i < kNum / 2; ++i) {
         if ((out[i] & 0x7fff) == 0x7fff) out[i] = (out[i] & 0xffff0000) | kNan;
         if ((out[i] >> 16 & 0x7fff) == 0x7fff) out[i] = (out[i] & 0xffff) | kNan << 16;
       }
     }
   }
+}
+template <DType kType>
+__device__ __forceinline__ void round_unit(const float* sum, uint32_t* out) {
+  round_values<kType, kUnit>(sum, out);
 }
 template <DType kType, bool kFast>
 __device__ __forceinline__ void store_unit(std::byte* out, const Place& place, const uint32_t* p) {
