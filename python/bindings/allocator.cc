@@ -31,6 +31,7 @@ class PythonAllocator final : public Allocator {
   void deallocate(void* data, size_t num_bytes) noexcept override {
     if (!can_call_python()) return;
     const nb::gil_scoped_acquire locked;
+    const nb::error_scope kept;  // an array may go while an exception travels
     try {
       nb::handle(object_).attr("deallocate")(reinterpret_cast<uintptr_t>(data), num_bytes);
     } catch (nb::python_error& error) {

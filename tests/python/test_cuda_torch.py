@@ -121,7 +121,7 @@ def test_graph_of_a_training_step(module):
 def test_mixed_precision(module, dtype):
     x = (problem()[0] / 8).requires_grad_()
     want = module(x).detach()
-    scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
+    scaler = torch.amp.GradScaler("cuda", init_scale=16.0, enabled=dtype == torch.float16)
     with torch.autocast("cuda", dtype):
         out = module(x)
     got = torch.autograd.grad(scaler.scale(out.float().square().sum()), [x, *module.parameters()])

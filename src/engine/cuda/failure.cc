@@ -172,14 +172,20 @@ std::optional<CallFacts> Engine::told_by(int source, int lane, int64_t epoch) {
   return std::bit_cast<CallFacts>(values);
 }
 
+/// The table of those whose facts are here: one that failed early may not have told all of its own.
 std::string Engine::disagreement_of(int lane, int64_t epoch) {
-  std::vector<CallFacts> facts;
+  std::vector<std::optional<CallFacts>> told;
+  std::optional<CallFacts> some;
+  std::string missing;
   for (int s = 0; s < num_ranks_; ++s) {
-    const std::optional<CallFacts> told = told_by(s, lane, epoch);
-    if (!told) return " (what rank " + std::to_string(s) + " told is no longer there)";
-    facts.push_back(*told);
+    told.push_back(told_by(s, lane, epoch));
+    if (!some) some = told.back();
+    if (!told.back()) missing += (missing.empty() ? "" : ", ") + std::to_string(s);
   }
-  return disagreement(facts);
+  if (!some) return " (what they told is no longer there)";
+  std::vector<CallFacts> facts;
+  for (const auto& of : told) facts.push_back(of.value_or(*some));
+  return disagreement(facts) + (missing.empty() ? "" : " (what rank " + missing + " told is not here)");
 }
 
 void Engine::throw_record() {
