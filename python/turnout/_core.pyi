@@ -230,6 +230,9 @@ class DispatchResult:
         """The routing, for combine() and cached dispatches."""
 
     @property
+    def _recv_begin(self) -> object: ...
+
+    @property
     def is_lease(self) -> bool:
         """Whether x lies in the receive region."""
 

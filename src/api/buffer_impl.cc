@@ -162,8 +162,9 @@ void BufferImpl::require_open(const char* call) const {
 template <class Args>
 void BufferImpl::refuse(const Args& args, Lane& lane, const std::exception_ptr& why) {
   const uint64_t epoch = lane.take_epoch();
-  auto call = std::make_shared<engine::RefusedCall>(context_, lane.index(), epoch, lane.first_epoch(), api::facts_of(*context_, args), engine::Reason::of(why),
-                                                    lane.closing_call(epoch - static_cast<uint64_t>(context_->layout.depth)));
+  auto call =
+      std::make_shared<engine::RefusedCall>(context_, lane.index(), epoch, lane.first_epoch(), api::facts_of(*context_, args),
+                                            engine::Reason::of(why), lane.closing_call(epoch - static_cast<uint64_t>(context_->layout.depth)));
   lane.add(call);
   lane.drive(*call, Lane::Until::sent);
   lane.remove(call.get());

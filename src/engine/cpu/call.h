@@ -140,7 +140,7 @@ class Call {
   std::string where() const { return name() + " (lane " + std::to_string(lane_) + ", epoch " + std::to_string(epoch_) + ")"; }
 
   const void* told_ = &facts_;  ///< what lies at the end of the header: the facts or, of a refused call, the Reason
-  const bool first_use_;  ///< no earlier call used this copy since the last recover()
+  const bool first_use_;        ///< no earlier call used this copy since the last recover()
   int max_local_ = 0;
   int num_headers_sent_ = 0, num_headers_seen_ = 0, num_closed_ = 0;
   bool failed_together_ = false, stopped_ = false;

@@ -17,8 +17,10 @@ namespace {
 
 constexpr size_t kNumFacts = sizeof(CallFacts) / sizeof(int64_t);
 constexpr std::array<std::string_view, kNumFacts> kFactNames = {
-    "library",        "call",          "epoch",         "expert map", "mode",             "layout",   "dtype of x", "hidden of x", "top-k of topk_idx", "topk_weights",
-    "arrays in side", "bytes of side", "types of side", "capacity",   "expert_alignment", "quantize", "wire",       "handle",      "on_failure"};
+    "library",        "call",          "epoch",         "expert map",        "mode",
+    "layout",         "dtype of x",    "hidden of x",   "top-k of topk_idx", "topk_weights",
+    "arrays in side", "bytes of side", "types of side", "capacity",          "expert_alignment",
+    "quantize",       "wire",          "handle",        "on_failure"};
 
 constexpr size_t index_of(size_t offset) { return offset / sizeof(int64_t); }
 constexpr size_t kEpoch = index_of(offsetof(CallFacts, epoch)), kExpertMap = index_of(offsetof(CallFacts, generation)),

@@ -8,8 +8,8 @@ namespace turnout::engine {
 class RefusedCall final : public Call {
  public:
   /// `before`: the call that used the copy last, if it is still closing.
-  RefusedCall(const std::shared_ptr<Context>& context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts,
-              const Reason& why, std::shared_ptr<const Call> before)
+  RefusedCall(const std::shared_ptr<Context>& context, int lane, uint64_t epoch, uint64_t first_epoch, const CallFacts& facts, const Reason& why,
+              std::shared_ptr<const Call> before)
       : Call(context, lane, epoch, first_epoch, KnownFacts::of(facts), facts.handle), why_(why), before_(std::move(before)) {
     refuse(why_);
   }
