@@ -152,6 +152,12 @@ class OwnRows {
   OwnPairs asked_;
 };
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr bool kAsksAhead = false;  // ptxas would spill
+#else
+constexpr bool kAsksAhead = true;
+#endif
+
 /// The same for rows that arrive. False: given up.
 __device__ bool lay_out_arrived(const DispatchArgs& a, const MoveShape& p, Shared& sh, Worker* w, Call call) {
   const Common& c = a.common;
@@ -202,14 +208,15 @@ __device__ bool lay_out_arrived(const DispatchArgs& a, const MoveShape& p, Share
     w->advance(p);
     fetch_arrived(a, p, at, stage);
     const PairWeights weights(a, received<float>(a, p.block_weights) + static_cast<int64_t>(at) * a.num_topk);
-    // What the next row's places take comes while this one is stored.
+    // What the next row's places take comes while this one is stored, where there are registers for it.
     more = next();
-    if (more && move_places(a)) next_pairs = received_pairs(a, p, row);
+    if (kAsksAhead && more && move_places(a)) next_pairs = received_pairs(a, p, row);
     fence_shared_to_bulk();
     __syncwarp();
     place_stage(a, p, stage, to);
     count_arrival(a, source);
     if (move_places(a)) note_places(a, at, pairs, to, weights);
+    if (!kAsksAhead && more && move_places(a)) next_pairs = received_pairs(a, p, row);
   }
   return true;
 }
