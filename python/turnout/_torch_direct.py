@@ -43,7 +43,7 @@ class Call:
 
     __slots__ = ("buffer", "capacity", "common", "expert_alignment", "gradient_wire", "has_weights", "layout", "result")
 
-    def __init__(self, buffer: Any, layout: str, capacity: int | None, expert_alignment: int, gradient_wire: str, common: tuple[str, int, int]):
+    def __init__(self, buffer: Any, layout: str, capacity: int | None, expert_alignment: int, gradient_wire: str, common: tuple[str, int, int]) -> None:
         self.buffer, self.layout, self.capacity, self.expert_alignment = buffer, layout, capacity, expert_alignment
         self.gradient_wire, self.common, self.has_weights = gradient_wire, common, False
         self.result: Any = None
