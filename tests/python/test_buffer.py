@@ -200,22 +200,25 @@ def test_facts_of_a_buffer():
         buffer.dispatch(x, idx)
 
 
+class Heap:
+    """An allocator of Python's that knows what lives."""
+
+    def __init__(self):
+        self.blocks, self.freed = {}, 0
+
+    def allocate(self, num_bytes, stream):
+        block = np.empty(num_bytes + 64, np.uint8)
+        address = (block.ctypes.data + 63) // 64 * 64
+        self.blocks[address] = block
+        return address
+
+    def deallocate(self, address, num_bytes):
+        del self.blocks[address]
+        self.freed += 1
+
+
 def test_an_allocator_of_pythons():
-    class Arena:
-        def __init__(self):
-            self.blocks, self.freed = {}, 0
-
-        def allocate(self, num_bytes, stream):
-            block = np.empty(num_bytes + 64, np.uint8)
-            address = (block.ctypes.data + 63) // 64 * 64
-            self.blocks[address] = block
-            return address
-
-        def deallocate(self, address, num_bytes):
-            del self.blocks[address]
-            self.freed += 1
-
-    arena = Arena()
+    arena = Heap()
     buffer = one_rank(allocator=arena)
     x, idx, _ = problem(0, 16)
     got = buffer.dispatch(x, idx, result="fresh")
@@ -229,20 +232,6 @@ def test_an_allocator_of_pythons():
 
 def test_a_call_that_is_over_keeps_the_allocator():
     """The object that was waited for keeps the memory of its Buffer, whose last part may go back through the allocator."""
-
-    class Heap:
-        def __init__(self):
-            self.blocks = {}
-
-        def allocate(self, num_bytes, stream):
-            block = np.empty(num_bytes + 64, np.uint8)
-            address = (block.ctypes.data + 63) // 64 * 64
-            self.blocks[address] = block
-            return address
-
-        def deallocate(self, address, num_bytes):
-            del self.blocks[address]
-
     heap = Heap()
     alive = weakref.ref(heap)
     buffer = one_rank(allocator=heap)
