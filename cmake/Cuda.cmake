@@ -64,6 +64,7 @@ if("$ENV{DISABLE_SM90_FEATURES}" MATCHES "^(1|ON|on|true|TRUE|yes)$")
   set(default_no_sm90 ON)
 endif()
 option(DISABLE_SM90_FEATURES "Build the CUDA engine without what sm_90 brought (TMA)" ${default_no_sm90})
+option(TURNOUT_BARE_WAITS "Build kernels whose waits never end, to measure what deadlines cost" OFF)
 
 # ptxas tells what each kernel uses: kept beside its object, out of the build's output. scripts/check_ptxas.py reads them.
 set(CMAKE_CUDA_COMPILER_LAUNCHER ${PROJECT_SOURCE_DIR}/scripts/keep_ptxas.sh ${CMAKE_CUDA_COMPILER_LAUNCHER})

@@ -2,7 +2,7 @@
 """Tests and figures of GPUs, in records: what `./dev gpu-test` and `./dev gpu-bench` start.
 
 usage: gpu.py trees                                        the hashes of the trees at hand, which must be clean
-       gpu.py pack BUILD DIR [--try | --trees FILE] [--no-sm90 LIBRARY]
+       gpu.py pack BUILD DIR [--try | --trees FILE] [--no-sm90 LIBRARY] [--bare-waits LIBRARY]
                                                            programs of a build, stripped, with the trees that they were built from
        gpu.py test DIR [--part N/M] [--filter TEXT] [--output FILE] [--logs DIR]
        gpu.py bench DIR [--filter TEXT] [--output FILE] [--calls N]
@@ -29,6 +29,7 @@ import time
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import count_tests  # noqa: E402
+import gpu_deadlines  # noqa: E402
 from gpu_runs import (ALONE, AT_ONCE, LIGHT, MOST_SECONDS, NO_SM90, ON_ONE, OWN_ON_ALL, OWN_ON_ONE, SANITIZED, SANITIZED_SECONDS, SANITIZER,  # noqa: E402
                       SETTINGS, STARTS, TAKES, TOLD, Run, takes)
 
@@ -53,7 +54,7 @@ def clean_trees():
     return trees_here()
 
 
-def pack(build, out, attempt, given, no_sm90):
+def pack(build, out, attempt, given, no_sm90, bare_waits):
     """Copies and strips. Nothing of an earlier pack stays. `given`: trees of sources that were built where git is missing."""
     trees = {} if attempt else json.loads(pathlib.Path(given).read_text()) if given else clean_trees()
     build, out = pathlib.Path(build), pathlib.Path(out)
@@ -69,6 +70,8 @@ def pack(build, out, attempt, given, no_sm90):
         copies[file] = out / dump.split("soname: [")[1].split("]")[0]
     if no_sm90:
         copies[pathlib.Path(no_sm90)] = out / "libturnout_cuda_no_sm90.so"
+    if bare_waits:
+        copies[pathlib.Path(bare_waits)] = out / gpu_deadlines.BARE
     for file, copy in copies.items():
         subprocess.run(["strip", "-o", str(copy), str(file)], check=True)
     missing = [name for name in ("libturnout_cuda.so", "gpu_bench", "turnout") if not (out / name).exists()]
@@ -367,6 +370,9 @@ def bench(args):
         except (OSError, ValueError):
             sys.exit(f"gpu.py: gpu_bench ended with status {status} and left no report")
         cases, wrong = ([], []) if args.filter else beside(folder, pathlib.Path(out), ranks)
+    if not args.filter and (folder / gpu_deadlines.BARE).exists():
+        for told, more in zip((cases, wrong), gpu_deadlines.measure(folder, environment(folder), number)):
+            told += more
     for text in wrong:
         print("FAILED", text)
     if trees and number and not args.filter:
@@ -408,6 +414,7 @@ def self_test_of_all():
 def self_test():
     """What a run makes of programs that pass, fail, hang and are missing their report."""
     self_test_of_all()
+    gpu_deadlines.self_test()
     with tempfile.TemporaryDirectory() as out:
         folder = pathlib.Path(out)
         good = '#!/bin/sh\necho "<testsuites><testcase name=\\"a\\" status=\\"run\\"/></testsuites>" > "${GTEST_OUTPUT#xml:}"\n'
@@ -446,6 +453,7 @@ def main():
     p.add_argument("--try", dest="attempt", action="store_true")
     p.add_argument("--trees", help="what `gpu.py trees` printed where the sources are from")
     p.add_argument("--no-sm90", help="a libturnout_cuda.so built with DISABLE_SM90_FEATURES=1; the contract runs on it, too")
+    p.add_argument("--bare-waits", help="a libturnout_cuda.so built with TURNOUT_BARE_WAITS=ON; `bench` tells what deadlines cost by it")
     stamp = time.strftime("%Y-%m-%d-%H%M", time.gmtime())
     for name in ("test", "bench"):
         p = commands.add_parser(name)
@@ -463,7 +471,7 @@ def main():
     if args.self_test:
         return self_test()
     if args.command == "pack":
-        return pack(args.build, args.folder, args.attempt, args.trees, args.no_sm90)
+        return pack(args.build, args.folder, args.attempt, args.trees, args.no_sm90, args.bare_waits)
     if args.command == "trees":
         print(json.dumps(clean_trees()))
         return 0

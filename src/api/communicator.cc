@@ -26,18 +26,44 @@ std::string text_of(const std::vector<int>& nodes) {
   return text + "}";
 }
 
+/// The first that ranks tell each other, whatever their release: which one it is. What follows is that release's own.
+struct Greeting {
+  char library[24] = {};
+};
+
+/// Ranks of different releases are told so before anything of one is read by another.
+void check_releases(const std::vector<std::vector<std::byte>>& said) {
+  std::vector<std::string> releases;
+  for (const auto& bytes : said) {
+    Greeting theirs;
+    std::memcpy(&theirs, bytes.data(), std::min(bytes.size(), sizeof theirs));
+    releases.emplace_back(theirs.library, strnlen(theirs.library, sizeof theirs.library));
+  }
+  if (std::all_of(releases.begin(), releases.end(), [&](const std::string& release) { return release == version(); })) return;
+  std::string table;
+  for (size_t rank = 0; rank < releases.size(); ++rank) table += (rank ? ", rank " : " rank ") + std::to_string(rank) + " = " + releases[rank];
+  throw InvalidArgument("Communicator: ranks have different releases of Turnout; install the same on all\n  library:" + table);
+}
+
 /// Ranks that reach each other by load and store are one node, unless the caller or TURNOUT_NODE_ID says otherwise. Every rank
 /// looks at what every rank was given, so that all raise if one has to.
 core::Topology topology_of(const CommunicatorOptions& options, Bootstrap& bootstrap) {
   const auto num_ranks = static_cast<size_t>(bootstrap.num_ranks());
-  std::vector<int> mine = {util::env().node_id.value_or(0)};  // then what the caller gave
+  Greeting greeting;
+  std::copy_n(version().data(), std::min(version().size(), sizeof greeting.library), greeting.library);
+  std::vector<int> mine(sizeof greeting / sizeof(int));
+  std::memcpy(mine.data(), &greeting, sizeof greeting);
+  mine.push_back(util::env().node_id.value_or(0));  // then what the caller gave
   mine.insert(mine.end(), options.node_of_rank.begin(), options.node_of_rank.end());
+  const auto said = bootstrap.all_gather("nodes", std::as_bytes(std::span(mine)));
+  check_releases(said);
   std::vector<int> labels;
   std::vector<std::vector<int>> given;
-  for (const auto& bytes : bootstrap.all_gather("nodes", std::as_bytes(std::span(mine)))) {
-    std::vector<int> theirs(std::max(bytes.size() / sizeof(int), size_t{1}));
-    if (!bytes.empty()) std::memcpy(theirs.data(), bytes.data(), bytes.size() / sizeof(int) * sizeof(int));
-    labels.push_back(theirs[0]);
+  for (const auto& bytes : said) {
+    if (bytes.size() <= sizeof greeting) throw TransportError("Communicator: what a rank says of its node is cut short");
+    std::vector<int> theirs((bytes.size() - sizeof greeting) / sizeof(int));
+    std::memcpy(theirs.data(), bytes.data() + sizeof greeting, theirs.size() * sizeof(int));
+    labels.push_back(theirs.at(0));
     given.emplace_back(theirs.begin() + 1, theirs.end());
   }
   for (size_t rank = 0; rank < given.size(); ++rank) {

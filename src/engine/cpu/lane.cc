@@ -208,6 +208,27 @@ int Lane::crossed_lane(int peer) const {
   return -1;
 }
 
+/// Ranks that make more or fewer calls than others see it here: how many each has made on this lane, as its headers say.
+std::string Lane::calls_made() const {
+  const core::BufferLayout& layout = context_->layout;
+  std::vector<uint64_t> made;
+  for (int peer = 0; peer < context_->num_ranks; ++peer) {
+    uint64_t latest = peer == context_->rank ? next_epoch_ - 1 : 0;
+    for (int copy = 0; copy < layout.depth; ++copy)
+      latest = std::max(latest, context_->read(layout.signal(index_, copy, peer, core::BufferLayout::kHeader)));
+    made.push_back(latest);
+  }
+  const uint64_t mine = made[static_cast<size_t>(context_->rank)];
+  constexpr int kMost = 16;  // a note has little room
+  std::string text;
+  int told = 0;
+  for (size_t peer = 0; peer < made.size() && told < kMost; ++peer) {
+    if (made.size() > kMost && made[peer] == mine && static_cast<int>(peer) != context_->rank) continue;
+    text += (told++ ? ", rank " : " rank ") + std::to_string(peer) + " = " + std::to_string(made[peer]);
+  }
+  return "; calls made on lane " + std::to_string(index_) + ":" + text + (made.size() > kMost ? ", others as rank " + std::to_string(context_->rank) : "");
+}
+
 void Lane::check_patience(const Call& call, Patience& patience) {
   const auto now = Clock::now();
   const auto waited = now - patience.since;
@@ -291,6 +312,7 @@ void Lane::expire(const Call& call, const Waiting& waiting, const std::vector<in
             " not made this call. Calls that one thread of a rank issues on several lanes or Buffers must be issued in the same order on all ranks, "
             "because issuing one waits for the others";
   }
+  if (waiting.phase == "header") text += calls_made();
   context_->stop({gone ? Abort::Kind::peer_failed : Abort::Kind::timeout, text, record});
 }
 

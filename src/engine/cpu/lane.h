@@ -73,6 +73,7 @@ class Lane {
   bool progress_siblings();
   /// The lane on which `peer` has come to a call that this rank has not made; -1 if there is none.
   int crossed_lane(int peer) const;
+  std::string calls_made() const;
   void check_patience(const Call& call, Patience& patience);
   [[noreturn]] void expire(const Call& call, const Waiting& waiting, const std::vector<int>& peers, const std::string& state, Clock::duration waited,
                            bool gone);

@@ -15,6 +15,13 @@
 
 namespace turnout::engine::cuda {
 
+/// Built to measure what deadlines cost (docs/bench.md), and for nothing else: waits that look at what they wait for alone, and never end.
+#ifdef TURNOUT_BARE_WAITS
+inline constexpr bool kBareWaits = true;
+#else
+inline constexpr bool kBareWaits = false;
+#endif
+
 /// What the host says of `peer`: kGone and the like.
 __device__ __forceinline__ uint32_t said_of_peer(const Common& c, int peer) { return *reinterpret_cast<volatile uint32_t*>(&c.host->peers[peer]); }
 
@@ -25,6 +32,7 @@ __device__ __forceinline__ uint64_t* status_of(const Common& c, int rank) { retu
 /// now and then (`looks`), all others look at what has been seen.
 __device__ __forceinline__ void note_status(const Common& c, uint64_t status) { *reinterpret_cast<volatile uint64_t*>(&c.control->status) = status; }
 __device__ __forceinline__ bool is_aborted(const Common& c, bool looks = false) {
+  if constexpr (kBareWaits) return false;
   const uint64_t generation = c.control->generation;
   if (c.through_host && !looks) return *reinterpret_cast<const volatile uint64_t*>(&c.control->status) > generation;
   const uint64_t status = load_relaxed(status_of(c, c.team.rank));
@@ -205,6 +213,10 @@ template <class Ready, class Seen>
 __device__ __forceinline__ bool wait_until(const Common& c, Phase phase, int peer, uint32_t epoch, bool inside, Ready ready, Seen seen,
                                            bool if_failed = true) {
   if (ready()) return true;
+  if constexpr (kBareWaits) {
+    while (!ready()) continue;
+    return true;
+  }
   const uint64_t start = clock_ns();
   uint64_t next_look = (start + 50'000) >> kWaitBits << kWaitBits;
 #pragma unroll 1
