@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Checks that a built libturnout.so shows public names and nothing else, and every function of the C header.
+"""Checks that a built libturnout.so shows public names and nothing else, and every function of the C header, and that nothing in it can end
+the process that it is loaded into.
 
 usage: check_symbols.py LIBRARY INCLUDE_DIR
 """
@@ -15,6 +16,9 @@ DECLARED = re.compile(r"TURNOUT_API[^;()]*?\b(turnout_[a-z_]+)\(")
 # Some of C++, so that a library that shows nothing does not pass.
 NEEDED = ["turnout::v0::Buffer::dispatch(", "turnout::v0::Communicator::from_env(", "turnout::v0::required_bytes(",
           "typeinfo for turnout::v0::PeerTimeout"]
+
+# What ends a process, or sends it a signal. (std::terminate() stays: exceptions must not leave a thread or a destructor.)
+ENDS = {"abort", "exit", "_exit", "_Exit", "quick_exit", "raise", "kill"}
 
 HEAD = re.compile(r"^(?:class|struct) (?!TURNOUT_API )(\w+)[^;]*\{")
 MEMBER = re.compile(r"^  (?!friend |using |typedef |//)[^={}]*\([^{}]*\)(?: const| noexcept| override)*;")
@@ -45,6 +49,11 @@ def main():
     problems += [f"shown, but not in the C header: {name}" for name in sorted({n for n in names if C.match(n)} - declared)]
     for header in sorted(include.glob("turnout/*.h")):
         problems += [f"{header.name}: declared in a class without TURNOUT_API: {member}" for member in hidden_members(header.read_text())]
+    undefined = subprocess.run(["nm", "-D", "--undefined-only", library], check=True, capture_output=True, text=True).stdout
+    used = {line.split()[-1].partition("@")[0] for line in undefined.splitlines()}
+    problems += [f"may end the process of the caller: {name}" for name in sorted(used & ENDS)]
+    if not used:
+        problems.append("nothing of other libraries is used, which cannot be")
     if not declared:
         problems.append(f"no functions found in {include}/turnout/c")
     for problem in problems:
