@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What deadlines cost: calls of the library beside those of one whose waits look at nothing but what they wait for.
 
-usage: gpu_deadlines.py DIR [--rounds N] [--seconds S] [--json FILE]
+usage: gpu_deadlines.py DIR [--rounds N] [--seconds S] [--filter TEXT] [--gpus N] [--json FILE]
 
 DIR is a pack (gpu.py pack) that holds libturnout_cuda_bare_waits.so, built with -DTURNOUT_BARE_WAITS=ON: kernels without clocks, without
 looks at abort words and at what the host says of peers. Both run in turns, so that the GPU's state is that of both, and of the rounds of
@@ -51,10 +51,12 @@ def line(name, op, with_them, without, most):
             f"{'' if good else '  MORE'}"), good
 
 
-def measure(folder, env, num_gpus, rounds=3, seconds=0.4):
+def measure(folder, env, num_gpus, rounds=4, seconds=0.4, wanted=""):
     """Cases of both libraries, and what went wrong, in words. Prints a table."""
     cases, wrong = [], []
     for name, words, most in SHAPES:
+        if wanted not in name:
+            continue
         times = {}
         for number in range(rounds):
             # The order changes, so that what grows warm does so for both.
@@ -85,7 +87,8 @@ def self_test():
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--filter", default="", help="only what has this in its name")
     parser.add_argument("--seconds", type=float, default=0.4)
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--json")
@@ -96,7 +99,7 @@ def main():
     folder = pathlib.Path(args.folder).resolve()
     env = {**os.environ, "LD_LIBRARY_PATH": ":".join(filter(None, [str(folder), os.environ.get("LD_LIBRARY_PATH")]))}
     env.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    cases, wrong = measure(folder, env, args.gpus, args.rounds, args.seconds)
+    cases, wrong = measure(folder, env, args.gpus, args.rounds, args.seconds, args.filter)
     for text in wrong:
         print("FAILED", text)
     if args.json:
