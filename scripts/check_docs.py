@@ -4,6 +4,8 @@
   names       every TURNOUT_ name is a variable of src/util/env.cc, an option of CMakeLists.txt, or a word of the sources
   variables   every variable of src/util/env.cc is used by the sources
   paths       every `path` that begins with a folder of the repository exists (build/ is not looked at)
+  tests       every `Suite.Test`, `file.py::test` and `ctest_name` of docs/reliability.md is a test, and every report there
+              has one
   commands    every `./dev COMMAND` is one of dev's, every preset one of CMakePresets.json's
   guides      (with --guides PYTHON) the programs of docs/guides, which begin with `# NAME.py`, run by the commands between them, print
               what the page says
@@ -12,6 +14,7 @@
 
 usage: check_docs.py [ROOT] [--command build/PRESET/tools/turnout]
        check_docs.py [ROOT] --guides PYTHON [PAGE]...
+       check_docs.py --self-test
 """
 import json
 import os
@@ -90,6 +93,60 @@ def check_paths(root, pages):
                     yield page, one + " does not exist"
 
 
+SUITE = re.compile(r"`([A-Z]\w*)\.([A-Z]\w*)`")
+REPORT = re.compile(r"(?<![\w/#-])((?:[\w-]+/)?[A-Za-z][\w.-]*#\d+)")
+
+
+def tests_of(root):
+    """Names of all tests: (suite, test) of GoogleTest, (file, function) of pytest, names of ctest."""
+    google, python, ctest = set(), set(), set()
+    for source in (root / "tests").rglob("*.[ch]*"):
+        google |= set(re.findall(r"^TEST(?:_P|_F)?\((\w+),\s*(\w+)\)", source.read_text(), re.MULTILINE))
+    for source in (root / "tests/python").rglob("test_*.py"):
+        python |= {(source.name, name) for name in re.findall(r"^def (test_\w+)\(", source.read_text(), re.MULTILINE)}
+    for lists in (root / "tests").rglob("CMakeLists.txt"):
+        ctest |= set(re.findall(r"(?:add_test|turnout_test|turnout_cuda_test)\(NAME (\w+)", lists.read_text()))
+    return google, python, ctest
+
+
+def check_tests(root, change=lambda text: text):
+    page = root / "docs/reliability.md"
+    text = change(page.read_text())
+    google, python, ctest = tests_of(root)
+    named = set(SUITE.findall(text))
+    for suite, test in sorted(named - google):
+        yield page, f"{suite}.{test} is no test"
+    for file, test in sorted(set(re.findall(r"`(test_\w+\.py)::(test_\w+)`", text)) - python):
+        yield page, f"{file}::{test} is no test"
+    for name in sorted(set(re.findall(r"`((?:docs|core|cuda|api|engine|issues|transport)_[a-z_]+)`", text)) - ctest):
+        yield page, name + " is no test of ctest"
+    if len(named) < 50:
+        yield page, "names hardly any test: is the pattern still the page's?"
+    # A row of the tables of reports has reports first and tests last.
+    told = text.partition("## What others' users reported")[2]
+    for row in re.findall(r"^\| .*#\d+.*$", told, re.MULTILINE):
+        cells = row.strip("| ").split(" | ")
+        if not all(REPORT.fullmatch(report.strip()) for report in cells[0].split(",")):
+            yield page, f"{cells[0]}: not all are of the form repository#number"
+        if not re.search(r"`[\w.]+(?:::\w+)?`", cells[-1]):
+            yield page, f"{cells[0]}: no test is named"
+
+
+def self_test(root):
+    """A test that is renamed, a report without a test, and one that is none are found."""
+    def wrong(old, new):
+        return [why for _, why in check_tests(root, lambda text: text.replace(old, new, 1))]
+
+    assert wrong("", "") == [], wrong("", "")
+    assert wrong("`Issues.AnyHiddenIsTaken`", "`Issues.AnyHiddenWasTaken`") == ["Issues.AnyHiddenWasTaken is no test"]
+    assert wrong("`test_torch.py::test_a_rank", "`test_torch.py::test_the_rank") == ["test_torch.py::test_the_rank_without_tokens_takes_part is no test"]
+    assert wrong("`docs_symbols`", "`docs_symbol`") == ["docs_symbol is no test of ctest"]
+    assert wrong("| `Issues.AnExpertChosenTwiceCountsTwice`, `ReferenceDispatch.DuplicatesCountTwice` |", "| nothing |") == [
+        "ISEEKYAN/Megatron-LM#175: no test is named"]
+    assert wrong("| xtuner#2053 |", "| xtuner 2053, DeepEP#1 |") == ["xtuner 2053, DeepEP#1: not all are of the form repository#number"]
+    print("check_docs.py: self-test passed")
+
+
 def check_commands(root, pages):
     dispatched = (root / "dev").read_text().rpartition("case $command in")[2].partition("esac")[0]
     commands = {c.strip() for line in re.findall(r"^ +([a-z][^)]*)\)", dispatched, re.MULTILINE) for c in line.split("|")}
@@ -163,6 +220,8 @@ def run_guide(page, python):
 
 
 def main(arguments):
+    if "--self-test" in arguments:
+        return self_test(pathlib.Path(__file__).resolve().parents[1])
     if "--guides" in arguments:
         at = arguments.index("--guides")
         root = pathlib.Path(arguments[0] if at else pathlib.Path(__file__).parents[1]).resolve()
@@ -178,7 +237,8 @@ def main(arguments):
     pages = sorted(root.glob("*.md")) + sorted((root / "docs").rglob("*.md"))
     # Design pages also speak of what is to come: their links and variables must be right, paths and commands need not exist yet.
     done = [p for p in pages if p.name != "overview.md" and p.name != "STYLE.md"]
-    wrong = [*check_links(root, pages), *check_names(root, pages), *check_variables(root), *check_paths(root, done), *check_commands(root, done)]
+    wrong = [*check_links(root, pages), *check_names(root, pages), *check_variables(root), *check_paths(root, done), *check_commands(root, done),
+             *check_tests(root)]
     if command:
         wrong += check_flags(root, command)
     for page, why in wrong:
