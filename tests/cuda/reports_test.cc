@@ -34,8 +34,8 @@ TEST_P(Reports, AnyNumberOfMultiprocessorsBringsTheSame) {
           DispatchArgs args = call.arguments.dispatch;
           args.num_sms = choose();
           call.back.num_sms = choose();
-          SCOPED_TRACE("rank " + std::to_string(comm.rank()) + ", num_sms " + std::to_string(args.num_sms) + " and " + std::to_string(call.back.num_sms) +
-                       ", " + std::string(name(layout)) + " " + std::string(name(mode)));
+          SCOPED_TRACE("rank " + std::to_string(comm.rank()) + ", num_sms " + std::to_string(args.num_sms) + " and " +
+                       std::to_string(call.back.num_sms) + ", " + std::string(name(layout)) + " " + std::string(name(mode)));
           const DispatchResult rows = buffer.dispatch(args);
           call.handle = rows.handle;
           const CombineResult sum = buffer.combine(call.back);

@@ -65,7 +65,8 @@ void expect_all_learn(Communicator& comm, Mode mode, Way way) {
     int64_t ended = 0;
     if (comm.rank() == 0) raises([&] { call(buffer, tokens, 0, way); });
     else if (comm.rank() < kRanks - 1) raises([&] { call(buffer, tokens, 1, way); });
-    else while (*buffer.status_word() == 0) usleep(100);  // it sees it without a call
+    else
+      while (*buffer.status_word() == 0) usleep(100);  // it sees it without a call
     ended = now();
     raises([&] { buffer.check(); });
     int64_t first = ended, last = ended;

@@ -226,7 +226,8 @@ std::string Lane::calls_made() const {
     if (made.size() > kMost && made[peer] == mine && static_cast<int>(peer) != context_->rank) continue;
     text += (told++ ? ", rank " : " rank ") + std::to_string(peer) + " = " + std::to_string(made[peer]);
   }
-  return "; calls made on lane " + std::to_string(index_) + ":" + text + (made.size() > kMost ? ", others as rank " + std::to_string(context_->rank) : "");
+  return "; calls made on lane " + std::to_string(index_) + ":" + text +
+         (made.size() > kMost ? ", others as rank " + std::to_string(context_->rank) : "");
 }
 
 void Lane::check_patience(const Call& call, Patience& patience) {
