@@ -68,21 +68,24 @@ __device__ __forceinline__ void send_lines(const auto& w, uint4* to, int unit, c
 /// wait_for() of a whole warp: its threads see and decide the same.
 template <class Ready, class Seen>
 __device__ __forceinline__ bool wait_together(const Common& c, Phase phase, int peer, uint32_t epoch, Ready ready, Seen seen) {
-  Waited waited;
-  Wait state = Wait::go_on;
+  if constexpr (kBareWaits) {
+    while (!ready()) continue;
+    return true;
+  }
+  Waited waited = 0;
   bool last = false;
 #pragma unroll 1
   for (uint32_t i = 0;; ++i) {
     if (ready()) return true;
     if (last) {
       const uint32_t found = seen();
-      if (state == Wait::last_look) note_expired(phase, peer, found, waited.said);
+      if (looks_once_more(waited)) note_expired(phase, peer, found, said_in(waited));
       return false;
     }
     if (i % 64 != 63) continue;
-    state = keep_waiting(c, peer, epoch, true, &waited);
-    if (__any_sync(kFull, state == Wait::end)) return false;
-    last = __any_sync(kFull, state == Wait::last_look);
+    waited = keep_waiting(c, peer, epoch, true, waited);
+    if (__any_sync(kFull, waited == kGivenUp)) return false;
+    last = __any_sync(kFull, looks_once_more(waited));
   }
 }
 

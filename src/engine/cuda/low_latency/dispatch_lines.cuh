@@ -35,22 +35,23 @@ __device__ __forceinline__ void store_words(const auto& f, uint4* to, const std:
 /// wait_for() of a warp that looks at lines: all its lanes go on, or none. `look()` loads; it says whether this lane misses nothing.
 template <class Look, class Seen>
 __device__ __forceinline__ bool wait_for_lines(const Common& c, int peer, uint32_t epoch, Look look, Seen seen) {
-  Waited waited;
-  Wait state = Wait::go_on;
+  if constexpr (kBareWaits) {
+    while (!__all_sync(kFull, look())) continue;
+    return true;
+  }
+  Waited waited = 0;
 #pragma unroll 1
   for (uint32_t i = 0;; ++i) {
     const bool here = look();
     if (__all_sync(kFull, here)) return true;
-    if (state == Wait::last_look) {  // it has not come since either
-      const uint32_t said = __shfl_sync(kFull, waited.said, 0);
-      if (!here) note_expired(Phase::low_latency_rows, peer, seen(), said);
+    if (looks_once_more(waited)) {  // it has not come since either
+      if (!here) note_expired(Phase::low_latency_rows, peer, seen(), said_in(waited));
       return false;
     }
     if (i % 64 != 63) continue;
-    int next = 0;
-    if (lane_id() == 0) next = static_cast<int>(keep_waiting(c, peer, epoch, true, &waited));
-    state = static_cast<Wait>(__shfl_sync(kFull, next, 0));
-    if (state == Wait::end) return false;
+    if (lane_id() == 0) waited = keep_waiting(c, peer, epoch, true, waited);
+    waited = __shfl_sync(kFull, waited, 0);
+    if (waited == kGivenUp) return false;
   }
 }
 /// Whether the lane's word says that its line is there, if it is the one that says it.

@@ -28,31 +28,34 @@ __device__ __forceinline__ Expired& expired() {
   return e;
 }
 
-/// What a wait that lasts knows.
-struct Waited {
-  uint64_t start = 0, next_look = 0;
-  uint32_t said = 0;
-};
-enum class Wait { go_on, last_look, end };
-/// Looks at all that may end a wait, now and then. Not inlined: what every call goes through is to be short.
-__device__ __noinline__ inline Wait keep_waiting(const Common& c, int peer, uint32_t epoch, bool inside, Waited* w) {
-  if (is_aborted(c) || *reinterpret_cast<const volatile uint32_t*>(&c.lane_control->failed) == epoch) return Wait::end;
-  if (*reinterpret_cast<const volatile uint32_t*>(&expired().claimed)) return Wait::end;  // by another warp of this block
+/// What a wait that lasts knows, in one word that stays in a register: since when, what the host said of the peer, and whether it ends
+/// after one more look (kWaitOver and the like).
+using Waited = uint64_t;
+inline constexpr Waited kGivenUp = ~Waited{0};  ///< it ends at once: others have given up
+__device__ __forceinline__ bool looks_once_more(Waited w) { return (w & kWaitOver) != 0; }
+__device__ __forceinline__ uint32_t said_in(Waited w) { return static_cast<uint32_t>(w >> kSaidShift) & kSaidMask; }
+
+/// Looks at all that may end a wait, now and then; 0 at first. Not inlined: what every call goes through is to be short.
+__device__ __noinline__ inline Waited keep_waiting(const Common& c, int peer, uint32_t epoch, bool inside, Waited waited) {
+  if (is_aborted(c) || *reinterpret_cast<const volatile uint32_t*>(&c.lane_control->failed) == epoch) return kGivenUp;
+  if (*reinterpret_cast<const volatile uint32_t*>(&expired().claimed)) return kGivenUp;  // by another warp of this block
   const uint64_t now = clock_ns();
-  if (w->start == 0) w->start = now, w->next_look = now + 50'000;
-  if (now < w->next_look) return Wait::go_on;
-  w->next_look = now + 10'000;
-  const bool looks = may_look(c, peer, now);
-  if (looks && *reinterpret_cast<volatile uint64_t*>(&c.host->abort) > c.control->generation) {
-    store_relaxed(status_of(c, c.team.rank), c.control->generation + 1);
-    *reinterpret_cast<volatile uint64_t*>(&c.host->status) = c.control->generation + 1;
-    return Wait::end;
+  uint64_t start = waited >> kWaitBits << kWaitBits;
+  if (start == 0) start = now >> kWaitBits << kWaitBits;
+  uint32_t said = said_in(waited);
+  bool over = false;
+  if (now - start >= 50'000) {
+    const bool looks = may_look(c, peer, now);
+    if (looks && *reinterpret_cast<volatile uint64_t*>(&c.host->abort) > c.control->generation) {
+      store_relaxed(status_of(c, c.team.rank), c.control->generation + 1);
+      *reinterpret_cast<volatile uint64_t*>(&c.host->status) = c.control->generation + 1;
+      return kGivenUp;
+    }
+    if (looks) said = said_of_peer(c, peer);
+    over = is_lost(said) || now - start > (inside || said == kSilent ? c.control->timeout_ns : c.control->busy_ns);
+    if (over && !looks) said = said_of_peer(c, peer);
   }
-  if (looks) w->said = said_of_peer(c, peer);
-  const uint64_t limit = inside || w->said == kSilent ? c.control->timeout_ns : c.control->busy_ns;
-  if (!is_lost(w->said) && now - w->start <= limit) return Wait::go_on;
-  if (!looks) w->said = said_of_peer(c, peer);
-  return Wait::last_look;
+  return start | static_cast<uint64_t>(said) << kSaidShift | (over ? kWaitOver : 0);
 }
 /// Of a wait that has expired: the first of a block is written down.
 __device__ __noinline__ inline void note_expired(Phase phase, int peer, uint32_t seen, uint32_t said) {
@@ -66,18 +69,17 @@ __device__ __forceinline__ bool wait_for(const Common& c, Phase phase, int peer,
     while (!ready()) continue;
     return true;
   }
-  Waited waited;
-  Wait state = Wait::go_on;
+  Waited waited = 0;
 #pragma unroll 1
   for (uint32_t i = 0;; ++i) {
     if (ready()) return true;
-    if (state == Wait::last_look) {  // it has not come since either
-      note_expired(phase, peer, static_cast<uint32_t>(seen()), waited.said);
+    if (looks_once_more(waited)) {  // it has not come since either
+      note_expired(phase, peer, static_cast<uint32_t>(seen()), said_in(waited));
       return false;
     }
     if (i % 64 != 63) continue;
-    state = keep_waiting(c, peer, epoch, inside, &waited);
-    if (state == Wait::end) return false;
+    waited = keep_waiting(c, peer, epoch, inside, waited);
+    if (waited == kGivenUp) return false;
   }
 }
 __device__ __forceinline__ bool wait_for_word(const Common& c, Phase phase, int peer, uint32_t epoch, bool inside, const uint4* p, uint4* word) {
