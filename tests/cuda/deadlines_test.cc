@@ -95,6 +95,7 @@ void expect_all_learn(const Placement& placement, Mode mode, Way way) {
           EXPECT_EQ(e.record().rank, 0) << e.what();
           EXPECT_EQ(e.record().lane, 0) << e.what();
           EXPECT_EQ(e.record().peer_state, "busy") << e.what();
+          expect_says(e.what(), {"calls made on lane 0: rank 0 = ", ", rank 1 = "});
           if (comm.rank() == 1 && round == 0) saw("%s %s: %s", std::string(turnout::name(mode)).c_str(), name(way).c_str(), e.what());
         }
       };
@@ -167,6 +168,7 @@ TEST_P(Deadlines, ACombineThatOneRankDoesNotMakeEnds) {
           } catch (const PeerTimeout& e) {
             EXPECT_EQ(e.record().peers, std::vector<int>{last}) << e.what();
             EXPECT_EQ(e.record().call, "combine") << e.what();
+            expect_says(e.what(), {"calls made on lane 0: rank 0 = 2", "rank " + std::to_string(last) + " = 1"});
             EXPECT_EQ(e.record().peer_state, "busy") << e.what();
           }
         }

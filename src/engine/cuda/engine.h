@@ -222,6 +222,7 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
   /// Before the next call of a lane: what takes its staging copy, or the one after, has been received.
   void receive_earlier(int lane, cudaStream_t stream, int64_t num_calls = 1);
   [[noreturn]] void throw_abort(const DeviceRecord& own);
+  std::string calls_made(int lane);
 
   Bootstrap& bootstrap_;
   std::shared_ptr<transport::Transport> host_;

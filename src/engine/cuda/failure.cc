@@ -131,6 +131,27 @@ DeviceRecord loaded(const volatile DeviceRecord& from) {
 
 }  // namespace
 
+/// Ranks that make more or fewer calls than others see it here: how many each has made on the lane (rounds count), as its headers say.
+std::string Engine::calls_made(int lane) {
+  if (suspended_) return "";
+  const Arena& arena = shared_->arena;
+  std::string text;
+  try {
+    for (int r = 0; r < num_ranks_; ++r) {
+      uint32_t latest = 0;
+      for (int copy = 0; copy < arena.depth; ++copy) {
+        std::array<uint32_t, 4> word{};
+        read(word.data(), shared_->window->local() + arena.header_at(lane, copy, r), sizeof word, "reading headers");
+        latest = std::max(latest, word[3]);
+      }
+      text += (r ? ", rank " : " rank ") + std::to_string(r) + " = " + std::to_string(latest);
+    }
+  } catch (const Error&) {
+    return "";  // the GPU itself is lost, and what is known is told without it
+  }
+  return "; calls made on lane " + std::to_string(lane) + ":" + text;
+}
+
 /// The Buffer is aborted: by a wait of this rank, by one of another rank (whose record lies in the arena), or by a host.
 void Engine::throw_abort(const DeviceRecord& own) {
   DeviceRecord why = own;
@@ -142,7 +163,8 @@ void Engine::throw_abort(const DeviceRecord& own) {
     read(&why, shared_->window->local() + shared_->arena.status + kAbortRecordOffset, sizeof why, "reading why the Buffer was aborted");
   }
   const WaitRecord record = public_record(why);
-  const std::string text = record.to_string() + " (this Buffer stays aborted on all ranks until recover())";
+  const std::string calls = static_cast<Phase>(why.phase) == Phase::counts ? calls_made(why.lane) : "";
+  const std::string text = record.to_string() + calls + " (this Buffer stays aborted on all ranks until recover())";
   if (why.state == kLostPeer) throw PeerFailed(text, record);
   throw PeerTimeout(text, record);
 }
