@@ -38,6 +38,8 @@ DispatchResult call(Buffer& buffer, const Tokens& tokens, int lane, Way way) {
   return buffer.dispatch_async(args).wait();
 }
 
+uint64_t status_of(Buffer& buffer) { return std::atomic_ref<uint64_t>(*const_cast<uint64_t*>(buffer.status_word())).load(std::memory_order_acquire); }
+
 /// Nanoseconds of a clock that processes share.
 int64_t now() { return Clock::now().time_since_epoch().count(); }
 
@@ -66,7 +68,7 @@ void expect_all_learn(Communicator& comm, Mode mode, Way way) {
     if (comm.rank() == 0) raises([&] { call(buffer, tokens, 0, way); });
     else if (comm.rank() < kRanks - 1) raises([&] { call(buffer, tokens, 1, way); });
     else
-      while (*buffer.status_word() == 0) usleep(100);  // it sees it without a call
+      while (status_of(buffer) == 0) usleep(100);  // it sees it without a call
     ended = now();
     raises([&] { buffer.check(); });
     int64_t first = ended, last = ended;
