@@ -31,6 +31,7 @@ SETTINGS = {
         Run("racecheck_bulk", {}, [SMALL])]},
     "cuda_low_latency_test": {"shards": 2, "split": True, "own": True, "also": [Run("no_sm90", NO_SM90, [], 2)]},
     "cuda_waits_test": {"split": True, "own": True},
+    "cuda_lost_peer_test": {"split": True},
     "cuda_command_test": {"seconds": 240},
     "cuda_window_test": {"run": False, "also": [
         Run("memory", {}, [f"--gtest_filter={MEMORY}"]),
@@ -57,7 +58,7 @@ SETTINGS = {
 TAKES = [
     ("cuda_engine_contract_test.two_gpus", 56), ("cuda_engine_contract_test.*two_gpus", 17), ("cuda_engine_contract_test.cuda_host", 9),
     ("cuda_engine_contract_test.no_sm90.*", 5), ("cuda_engine_contract_test.*check*", 12), ("cuda_engine_contract_test*", 13),
-    ("cuda_low_latency_test*two_gpus", 16), ("cuda_low_latency_test*", 10), ("cuda_waits_test*", 7), ("cuda_command_test", 38),
+    ("cuda_low_latency_test*two_gpus", 16), ("cuda_low_latency_test*", 10), ("cuda_waits_test*", 11), ("cuda_lost_peer_test*", 12), ("cuda_command_test", 38),
     ("cuda_window_process_test*", 34), ("cuda_bad_input_test*", 18), ("cuda_window_test*", 12), ("soak.processes", 28), ("soak.two_gpus", 16),
     ("soak.*", 9), ("cuda_process_test", 28), ("cuda_process_test.*", 6), ("cuda_nccl_order_test", 10), ("cuda_lifecycle_test*", 5),
     ("*", 8)]

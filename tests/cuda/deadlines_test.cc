@@ -26,7 +26,7 @@ class TwoLanes {
     BufferConfig config = config_for({&routings}, run, place.device());
     config.num_lanes = 2;
     // Rank 0 has little patience, the others have much.
-    config.timeouts.timeout = config.timeouts.busy_timeout = comm.rank() == 0 ? 500ms : 600s;
+    config.timeouts.timeout = config.timeouts.busy_timeout = comm.rank() == 0 ? 250ms : std::chrono::milliseconds(600s);
     buffer_ = std::make_unique<Buffer>(comm, config);
     call_ = std::make_unique<Call>(routings.variant(0), comm.rank(), place, run);
     if (way == Way::exact) call_->arguments.dispatch.capacity.reset();

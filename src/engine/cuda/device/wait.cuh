@@ -21,6 +21,12 @@ inline constexpr bool kBareWaits = true;
 #else
 inline constexpr bool kBareWaits = false;
 #endif
+template <class Ready>
+__device__ __forceinline__ bool wait_bare(Ready ready) {
+#pragma unroll 1
+  while (!ready()) continue;
+  return true;
+}
 
 /// What the host says of `peer`: kGone and the like.
 __device__ __forceinline__ uint32_t said_of_peer(const Common& c, int peer) { return *reinterpret_cast<volatile uint32_t*>(&c.host->peers[peer]); }
@@ -213,10 +219,7 @@ template <class Ready, class Seen>
 __device__ __forceinline__ bool wait_until(const Common& c, Phase phase, int peer, uint32_t epoch, bool inside, Ready ready, Seen seen,
                                            bool if_failed = true) {
   if (ready()) return true;
-  if constexpr (kBareWaits) {
-    while (!ready()) continue;
-    return true;
-  }
+  if constexpr (kBareWaits) return wait_bare(ready);
   const uint64_t start = clock_ns();
   uint64_t next_look = (start + 50'000) >> kWaitBits << kWaitBits;
 #pragma unroll 1

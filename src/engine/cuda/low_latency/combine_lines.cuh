@@ -68,10 +68,7 @@ __device__ __forceinline__ void send_lines(const auto& w, uint4* to, int unit, c
 /// wait_for() of a whole warp: its threads see and decide the same.
 template <class Ready, class Seen>
 __device__ __forceinline__ bool wait_together(const Common& c, Phase phase, int peer, uint32_t epoch, Ready ready, Seen seen) {
-  if constexpr (kBareWaits) {
-    while (!ready()) continue;
-    return true;
-  }
+  if constexpr (kBareWaits) return wait_bare(ready);
   Waited waited = 0;
   bool last = false;
 #pragma unroll 1

@@ -35,10 +35,7 @@ __device__ __forceinline__ void store_words(const auto& f, uint4* to, const std:
 /// wait_for() of a warp that looks at lines: all its lanes go on, or none. `look()` loads; it says whether this lane misses nothing.
 template <class Look, class Seen>
 __device__ __forceinline__ bool wait_for_lines(const Common& c, int peer, uint32_t epoch, Look look, Seen seen) {
-  if constexpr (kBareWaits) {
-    while (!__all_sync(kFull, look())) continue;
-    return true;
-  }
+  if constexpr (kBareWaits) return wait_bare([&] { return __all_sync(kFull, look()) != 0; });
   Waited waited = 0;
 #pragma unroll 1
   for (uint32_t i = 0;; ++i) {

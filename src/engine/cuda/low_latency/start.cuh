@@ -65,10 +65,7 @@ __device__ __noinline__ inline void note_expired(Phase phase, int peer, uint32_t
 /// wait_until() for these kernels.
 template <class Ready, class Seen>
 __device__ __forceinline__ bool wait_for(const Common& c, Phase phase, int peer, uint32_t epoch, bool inside, Ready ready, Seen seen) {
-  if constexpr (kBareWaits) {
-    while (!ready()) continue;
-    return true;
-  }
+  if constexpr (kBareWaits) return wait_bare(ready);
   Waited waited = 0;
 #pragma unroll 1
   for (uint32_t i = 0;; ++i) {
