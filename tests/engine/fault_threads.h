@@ -10,6 +10,12 @@ struct Death : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+/// A rank that has found the fault, or has found something wrong.
+struct Counted {
+  std::atomic<int>& count;
+  ~Counted() { ++count; }
+};
+
 /// Throws: what went wrong.
 inline void run_fault_of_threads(const FaultCase& c, FaultReport& report) {
   const auto e = expected_of(c.seed, c.limits), after = expected_of(c.seed + 2, limits_after(c));
@@ -21,8 +27,8 @@ inline void run_fault_of_threads(const FaultCase& c, FaultReport& report) {
         RankReport& mine = report.ranks[static_cast<size_t>(comm.rank())];
         Buffer buffer(comm, config_of(c, e->p));
         if (comm.rank() != c.victim) {
+          const Counted counted{num_caught};
           expect_fault(c, mine, [&] { play_until_fault(buffer, c, *e, nullptr, mine); });
-          ++num_caught;
           return expect_fault(c, mine, [&] { play_round(buffer, *e, c.run, mine); });
         }
         FaultHook hook([&] {
@@ -41,10 +47,7 @@ inline void run_fault_of_threads(const FaultCase& c, FaultReport& report) {
       options_of(e->p, c.run));
   expect_belongings(before);
   run_virtual_ranks(
-      c.num_ranks - 1,
-      [&](Communicator& comm) {
-        play_on(std::move(comm), c, *after, report.ranks[static_cast<size_t>(comm.rank())]);
-      },
+      c.num_ranks - 1, [&](Communicator& comm) { play_on(std::move(comm), c, *after, report.ranks[static_cast<size_t>(comm.rank())]); },
       options_of(after->p, c.run));
   expect_belongings(before);
 }

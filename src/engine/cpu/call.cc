@@ -65,7 +65,9 @@ bool Call::exchange_headers() {
     if (header_sent(peer)) continue;
     // The copy is free once the peer has finished the call that used it last.
     const auto depth = static_cast<uint64_t>(context_->layout.depth);
-    if (!first_use_ && !mutated(Mutation::header_before_copy_is_free) && read(peer, BufferLayout::kSpace) < progress_value(epoch_ - depth, kAllConsumed)) continue;
+    if (!first_use_ && !mutated(Mutation::header_before_copy_is_free) &&
+        read(peer, BufferLayout::kSpace) < progress_value(epoch_ - depth, kAllConsumed))
+      continue;
     send_header(peer);
     moved = true;
   }
