@@ -138,7 +138,7 @@ class Player {
     run.mode = shared_.one_of(kModes);
     run.i32_ids = own_.chance(0.5);
     run.result = own_.chance(0.3) ? ResultKind::fresh : ResultKind::automatic;
-    run.receive = own_.chance(0.3) ? Receive::resident : Receive::deferred;
+    run.receive = own_.chance(0.3) && s_.own_threads ? Receive::resident : Receive::deferred;
     Open& open = open_.emplace_back();
     open.lane = lane;
     open.family = at;
