@@ -29,7 +29,8 @@ class Turns {
   Turns(const Turns&) = delete;
   Turns& operator=(const Turns&) = delete;
 
-  /// One rank's place, while it lives: its thread runs in turn.
+  /// One rank's place, while it lives: its thread runs in turn. Its end waits for all others': what a rank does to its peers when it closes its
+  /// Buffer is no step.
   class Seat final : public util::probe::Hook {
    public:
     Seat(Turns& turns, int rank) : turns_(turns), rank_(static_cast<size_t>(rank)) {
@@ -95,7 +96,12 @@ class Turns {
   void leave(size_t rank) {
     if (over_) return;
     seats_[rank].active = false;
-    if (const size_t next = by_chance_ ? any_but(rank) : best(); seats_[next].active) hand_to(next);
+    if (const size_t next = by_chance_ ? any_but(rank) : best(); seats_[next].active) {
+      hand_to(next);
+      seats_[rank].turn.acquire();
+    } else {
+      for (Seat_& seat : seats_) seat.turn.release();
+    }
   }
 
   void step(size_t rank, util::probe::Step step) {
