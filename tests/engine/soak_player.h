@@ -138,7 +138,7 @@ class Player {
     run.mode = shared_.one_of(kModes);
     run.i32_ids = own_.chance(0.5);
     run.result = own_.chance(0.3) ? ResultKind::fresh : ResultKind::automatic;
-    run.receive = own_.chance(0.3) ? Receive::resident : Receive::deferred;
+    run.receive = own_.chance(0.3) && s_.own_threads ? Receive::resident : Receive::deferred;
     Open& open = open_.emplace_back();
     open.lane = lane;
     open.family = at;
@@ -267,8 +267,15 @@ class Player {
     settle();
     expect_combine(result, f.combined[open.variant][static_cast<size_t>(rank_)], p.dtype, p.hidden, p.with_side, *place_);
     count(kCompared);
+    if (open.rows) spoil(open.rows->result.x);
     give_back(open.put);
     if (open.rows) give_back(open.rows->put);
+  }
+
+  /// The rows of a combine are the user's again once it has ended.
+  void spoil(const TensorView& x) const {
+    if (s_.num_gpus > 0) return;
+    for (int64_t i = 0; i < x.shape[0]; ++i) std::memset(const_cast<std::byte*>(x.row(i)), 0xA5, static_cast<size_t>(x.shape[1]) * size_of(x.dtype));
   }
 
   void check(int at, int variant, const DispatchResult& result) {

@@ -31,6 +31,7 @@ struct Session {
   int num_gpus = 0;  ///< ranks are dealt to so many; 0: the host
   int num_ranks = 1, slow_rank = -1, num_buffers = 1, num_steps = 60;
   bool lane_threads = false, processes = false;
+  bool own_threads = true;  ///< ranks may start some
   CommunicatorOptions options;
   BufferConfig config;
   std::vector<std::vector<int>> maps;

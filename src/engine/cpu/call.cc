@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "core/bytes.h"
+#include "engine/cpu/mutation.h"
 
 namespace turnout::engine {
 
@@ -49,7 +50,7 @@ void Call::refuse(const Reason& why) {
 
 int64_t Call::count_of(int source, BufferLayout::Signal which) const {
   const uint64_t value = read(source, which);
-  return value >> 32 == epoch_ ? static_cast<int64_t>(value & kAllConsumed) : 0;
+  return value >> 32 == epoch_ || mutated(Mutation::old_counts_are_taken) ? static_cast<int64_t>(value & kAllConsumed) : 0;
 }
 
 bool Call::exchange_headers() {
@@ -64,7 +65,9 @@ bool Call::exchange_headers() {
     if (header_sent(peer)) continue;
     // The copy is free once the peer has finished the call that used it last.
     const auto depth = static_cast<uint64_t>(context_->layout.depth);
-    if (!first_use_ && read(peer, BufferLayout::kSpace) < progress_value(epoch_ - depth, kAllConsumed)) continue;
+    if (!first_use_ && !mutated(Mutation::header_before_copy_is_free) &&
+        read(peer, BufferLayout::kSpace) < progress_value(epoch_ - depth, kAllConsumed))
+      continue;
     send_header(peer);
     moved = true;
   }
@@ -77,11 +80,13 @@ bool Call::exchange_headers() {
 }
 
 void Call::send_header(int peer) {
+  if (mutated(Mutation::header_raised_before_written)) raise(peer, BufferLayout::kHeader, epoch_);
   if (!my_pull_first_.empty()) mine_.pull_first = my_pull_first_[static_cast<size_t>(peer)];
   std::byte* const there = context_->peer(peer);
   const auto write = [&](size_t offset, const void* data, size_t num_bytes) {
     if (there) std::memcpy(there + offset, data, num_bytes);
     else context_->window->put(peer, offset, data, num_bytes);
+    util::probe::at(util::probe::Step::copy);
   };
   size_t at = context_->layout.header_at(lane_, copy_, context_->rank);
   write(at, &mine_, sizeof mine_);
@@ -107,6 +112,7 @@ void Call::take_header(int source) {
   } else {
     const std::byte* bytes = context_->local + context_->layout.header_at(lane_, copy_, source);
     std::memcpy(&headers_[at], bytes, sizeof(Header));
+    util::probe::at(util::probe::Step::copy);
     std::memcpy(rows_.data() + at * ranks, bytes + sizeof(Header), ranks * sizeof(int32_t));
   }
   if (!my_expert_rows_.empty()) {

@@ -114,6 +114,7 @@ class Call {
 
   uint64_t read(int source, core::BufferLayout::Signal which) const { return context_->read(context_->layout.signal(lane_, copy_, source, which)); }
   void raise(int peer, core::BufferLayout::Signal which, uint64_t value) {
+    util::probe::at(util::probe::Step::raise);
     context_->window->signal(peer, context_->layout.signal(lane_, copy_, context_->rank, which), value);
   }
   /// Records of this call that `source` has put into its ring here, or that `peer` has taken from ours there.

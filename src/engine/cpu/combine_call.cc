@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "core/math.h"
+#include "engine/cpu/mutation.h"
 
 namespace turnout::engine {
 
@@ -73,7 +74,7 @@ bool CombineCall::can_be_pulled() const {
 }
 
 bool CombineCall::all_pulled() const {
-  for (int peer = 0; peer < context_->num_ranks && pull_; ++peer) {
+  for (int peer = 0; peer < context_->num_ranks && pull_ && !mutated(Mutation::rows_freed_while_pulled); ++peer) {
     if (peer != context_->rank && !has_consumed(peer)) return false;
   }
   return true;

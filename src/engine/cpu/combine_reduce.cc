@@ -244,6 +244,7 @@ void CombineCall::prefetch(const TokenTerms& terms) const {
 /// One token's sum: own partial first if it has to be made, then nodes, then the whole.
 void CombineCall::add(const TokenTerms& terms) const {
   std::byte* const place = out_.x + terms.token * out_.x_stride;
+  util::probe::at(util::probe::Step::copy);
   if (!large_) return add_into(place, terms);
   // Summed in the first-level cache, then written past the others: the line of the result is not read first.
   thread_local std::vector<std::byte> staged;

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "engine/cpu/combine_call.h"
+#include "engine/cpu/mutation.h"
 
 namespace turnout::engine {
 
@@ -28,6 +29,9 @@ bool CombineCall::send_to(int source) {
   const size_t ring = context_->layout.ring_at(lane_, copy_, context_->rank);
   std::byte* there = context_->peer(source);
   const int64_t first = next;
+  if (mutated(Mutation::sums_raised_before_written)) {
+    raise(source, BufferLayout::kProduced, progress_value(epoch_, static_cast<uint64_t>(next + batch)));
+  }
   context_->parallel_for(batch, 2, [&](int64_t from, int64_t to) {
     thread_local std::vector<std::byte> assembled;
     for (int64_t i = first + from; i < first + to; ++i) {
@@ -61,6 +65,7 @@ void CombineCall::write_record(int source, int64_t i, std::byte* record) const {
     meta.lost_or_k = send_partial(out.row, record);
     for (size_t k = 0; k < side_floats_; ++k) side[k] = side_of(out.row, static_cast<int>(k));
   }
+  util::probe::at(util::probe::Step::copy);
   std::memcpy(record, &meta, sizeof meta);
 }
 

@@ -122,6 +122,7 @@ void Context::abort(const Abort& why) {
   for (int peer = 0; peer < num_ranks; ++peer) {
     if (peer == rank) continue;
     try {
+      util::probe::at(util::probe::Step::raise);
       window->put(peer, layout.note_at(rank), &note, sizeof note);
       window->signal(peer, layout.abort_signal(rank), num_aborts_);
       if (peers[static_cast<size_t>(peer)]) set_status_word(this->peer(peer), 1);  // else the peer does when it looks

@@ -21,6 +21,7 @@
 #include "engine/cpu/thread_pool.h"
 #include "transport/transport.h"
 #include "turnout/buffer.h"
+#include "util/probe.h"
 #include "util/process.h"
 
 namespace turnout::engine {
@@ -100,7 +101,10 @@ struct Context : std::enable_shared_from_this<Context> {
     std::lock_guard lock(experts_mutex);
     return experts->num_local(rank);
   }
-  uint64_t read(int signal) const { return signals[signal].load(std::memory_order_acquire); }
+  uint64_t read(int signal) const {
+    util::probe::at(util::probe::Step::load);
+    return signals[signal].load(std::memory_order_acquire);
+  }
   std::byte* peer(int rank_of_it) const { return peers[static_cast<size_t>(rank_of_it)]; }
   /// The same for who makes no call: the rank that aborts stores it here.
   uint64_t* status_word() const { return reinterpret_cast<uint64_t*>(local + layout.status); }

@@ -5,6 +5,7 @@
 
 #include "core/bytes.h"
 #include "engine/cpu/dispatch_call.h"
+#include "engine/cpu/mutation.h"
 
 namespace turnout::engine {
 
@@ -212,6 +213,9 @@ bool DispatchCall::receive_from(int source, int64_t available) {
       }
     }
   }
+  if (mutated(Mutation::space_before_laid_out) && !own && available < rows(source, context_->rank)) {
+    raise(source, BufferLayout::kSpace, progress_value(epoch_, static_cast<uint64_t>(available)));
+  }
   // Rows of a small call are on their way while their experts are counted.
   const bool few = (end - first) * static_cast<int64_t>(format_.record_bytes) <= kPrefetchBytes;
   if (!own && few) prefetch_row(record_of(first), static_cast<size_t>(end - first) * format_.record_bytes);
@@ -263,6 +267,7 @@ void DispatchCall::lay_out(const Row& row) const {
   const Routing& r = routing();
   auto place = [&](int64_t position) {
     const auto p = static_cast<size_t>(position);
+    util::probe::at(util::probe::Step::copy);
     store_row(x_ + position * x_stride_, row.x, format_.x_bytes);
     if (row.scales) std::memcpy(memory_->data() + block_.scales + p * format_.scale_bytes, row.scales, format_.scale_bytes);
     for (size_t s = 0; s < format_.side_bytes.size(); ++s) {

@@ -4,6 +4,7 @@
 
 #include "core/bytes.h"
 #include "engine/cpu/dispatch_call.h"
+#include "engine/cpu/mutation.h"
 
 namespace turnout::engine {
 
@@ -123,6 +124,10 @@ bool DispatchCall::send_direct() {
   const int64_t end = std::min(r.num_tokens, next_token_ + std::max<int64_t>(256, r.num_tokens / 8));
   const bool alone = context_->threads.num_threads() == 1;
   std::vector<Job> jobs;
+  for (size_t i = 0; i < peers.size() && mutated(Mutation::rows_raised_before_written); ++i) {
+    const int64_t all = targets_[static_cast<size_t>(peers[i])].admitted;
+    raise(peers[i], BufferLayout::kRows, progress_value(epoch_, static_cast<uint64_t>(all)));
+  }
   for (int64_t token = next_token_; token < end; ++token) {
     for (int peer : peers) {
       const auto at = static_cast<size_t>(peer);
@@ -157,11 +162,14 @@ bool DispatchCall::send_stream(int peer) {
   int64_t& next = next_[at];
   if (next >= count) return false;
   const int64_t taken = count_of(peer, BufferLayout::kSpace);
-  const auto slots = static_cast<int64_t>(context_->layout.ring_bytes / format_.record_bytes);
+  const int64_t slots = static_cast<int64_t>(context_->layout.ring_bytes / format_.record_bytes) + mutated(Mutation::one_record_too_many);
   const int64_t batch = std::min({count - next, slots - (next - std::min(taken, next)),
                                   std::max<int64_t>(1, std::min(kBytesPerSignal / static_cast<int64_t>(format_.record_bytes), slots / 4))});
   if (batch <= 0) return false;
   const int64_t first = next;
+  if (mutated(Mutation::records_raised_before_written)) {
+    raise(peer, BufferLayout::kProduced, progress_value(epoch_, static_cast<uint64_t>(next + batch)));
+  }
   context_->parallel_for(batch, 2, [&](int64_t from, int64_t to) {
     for (int64_t i = first + from; i < first + to; ++i) write_record(peer, i, r.send_tokens[static_cast<size_t>(r.send_begin[at] + i)]);
   });
@@ -212,6 +220,7 @@ void DispatchCall::write_record(int peer, int64_t i, int64_t token) {
   const std::byte* x = token_row(token, scales);
   // Past the caches: the lines are in those of their reader, and to own each of them first costs ten times the copy.
   context_->kernels.copy_row_streaming(record + format_.x_at, x, format_.x_bytes);
+  util::probe::at(util::probe::Step::copy);
   if (scales) std::memcpy(record + format_.scales_at, scales, format_.scale_bytes);
   for (size_t s = 0; s < args_.side.size(); ++s) core::copy_bytes(record + format_.side_at[s], args_.side[s].row(token), format_.side_bytes[s]);
   if (!there) context_->window->put(peer, offset, record, format_.record_bytes);
@@ -229,6 +238,7 @@ void DispatchCall::write_direct(int peer, int64_t row, int64_t token) {
   const std::byte* x = token_row(token, scales);
   if (there) store_row(there + target.x + at * format_.x_stride, x, format_.x_bytes);
   else write(target.x + at * format_.x_stride, x, format_.x_bytes);
+  util::probe::at(util::probe::Step::copy);
   if (scales) write(target.scales + at * format_.scale_bytes, scales, format_.scale_bytes);
   if (!args_.side.empty()) {
     const BlockFormat block = format_.block(target.block_rows, format_.idx_bytes > 0);

@@ -10,6 +10,7 @@
 #include "engine/pulse.h"
 #include "transport/idler.h"
 #include "util/log.h"
+#include "util/probe.h"
 
 namespace turnout::engine {
 
@@ -171,6 +172,10 @@ void Lane::drive(Call& call, Until until) {
       continue;
     }
     window.progress();
+    if (util::probe::idle()) {
+      progress_siblings();
+      continue;
+    }
     if (!idler.step()) continue;
     try {
       context_->check_abort();

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "util/probe.h"
+
 namespace turnout::transport {
 
 namespace {
@@ -20,7 +22,7 @@ Scheduler::Scheduler(uint64_t seed, int num_ranks) : num_ranks_(num_ranks) {
 }
 
 uint64_t Scheduler::draw_turn(Route& r) {
-  r.issued = std::chrono::steady_clock::now();
+  r.issued = util::probe::now();
   const uint64_t number = ++r.num_issued;
   return r.random() % 2 ? number : number + 1 + r.random() % kMostOvertakers;
 }
@@ -59,7 +61,7 @@ void Scheduler::leave(int source) {
 
 bool Scheduler::deliver(int destination, const Land& land, const Raise& raise) {
   bool more = false;
-  const auto now = std::chrono::steady_clock::now();
+  const auto now = util::probe::now();
   for (int source = 0; source < num_ranks_; ++source) {
     Route& r = route(source, destination);
     std::lock_guard lock(r.mutex);
