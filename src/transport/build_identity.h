@@ -17,7 +17,7 @@ namespace turnout::transport {
 
 /// Of the headers that both sides include, in hexadecimal (cmake/SharedHeaders.cmake).
 inline constexpr char kSharedHeaders[] =
-#include "build_identity.inc"
+#include <build_identity.inc>
     ;
 
 /// Differs where compilers, standard libraries or their settings lay out alike-named types differently.
