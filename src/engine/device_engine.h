@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -102,8 +103,8 @@ class DeviceEngine {
   virtual int num_sms() const = 0;
   virtual void suspend() = 0;
   virtual void resume() = 0;
-  /// Whether an address lies in a part of the receive region that no result holds.
-  virtual bool is_released(const void* address) const = 0;
+  /// Whether one of the addresses lies in memory of results that no result holds.
+  virtual bool is_any_released(std::span<const void* const> addresses) const = 0;
 };
 
 struct DeviceEngineSetup {

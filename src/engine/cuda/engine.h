@@ -163,7 +163,7 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
   void watch(std::function<bool(int)> has_closed, std::function<void()> host_check) override;
   void suspend() override;
   void resume() override;
-  bool is_released(const void* address) const override;
+  bool is_any_released(std::span<const void* const> addresses) const override;
 
  private:
   friend class PendingCall;
