@@ -53,7 +53,8 @@ class Given {
   void check_alive(const engine::DeviceEngine& device, const char* call) const {
     if (!device.is_any_released({addresses_.data(), count_})) return;
     for (size_t i = 0; i < count_; ++i) {
-      if (device.is_any_released({&addresses_[i], 1})) throw InvalidArgument(std::string(call) + names_[i] + " is a view of a result that was released");
+      if (device.is_any_released({&addresses_[i], 1}))
+        throw InvalidArgument(std::string(call) + names_[i] + " is a view of a result that was released");
     }
   }
 
