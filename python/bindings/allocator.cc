@@ -24,7 +24,7 @@ class PythonAllocator final : public Allocator {
   void* allocate(size_t num_bytes) override {
     const nb::gil_scoped_acquire locked;
     try {
-      const nb::object address = nb::handle(allocate_)(num_bytes, reinterpret_cast<uintptr_t>(stream_of_call));
+      const nb::object address = nb::borrow(allocate_)(num_bytes, reinterpret_cast<uintptr_t>(stream_of_call));
       return reinterpret_cast<void*>(nb::cast<uintptr_t>(address));
     } catch (nb::python_error& error) {
       throw TransportError("the allocator's allocate(" + std::to_string(num_bytes) + ", stream) raised: " + words_of(error));
@@ -37,7 +37,7 @@ class PythonAllocator final : public Allocator {
     const nb::gil_scoped_acquire locked;
     const nb::error_scope kept;  // an array may go while an exception travels
     try {
-      nb::handle(deallocate_)(reinterpret_cast<uintptr_t>(data), num_bytes);
+      nb::borrow(deallocate_)(reinterpret_cast<uintptr_t>(data), num_bytes);
     } catch (nb::python_error& error) {
       error.discard_as_unraisable("turnout: deallocate of an allocator");
     }
