@@ -244,7 +244,8 @@ Handle kept(Rank& rank, Where& where, const Call& call, const xla::Array& routin
   }
   int32_t given[2];
   std::memcpy(given, routing.data, sizeof given);
-  if (given[1] != static_cast<int32_t>(call.number("buffer"))) throw InvalidArgument("turnout.jax: this routing is not one of a dispatch of this Buffer");
+  if (given[1] != static_cast<int32_t>(call.number("buffer")))
+    throw InvalidArgument("turnout.jax: this routing is not one of a dispatch of this Buffer");
   const std::lock_guard lock(rank.mutex);
   const int64_t age = int64_t{rank.last} - given[0], size = std::ssize(rank.ring);
   if (given[0] <= 0 || age < 0 || age >= size) {

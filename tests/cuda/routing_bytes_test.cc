@@ -1,7 +1,8 @@
 // Routings as bytes in memory of the caller's: what calls along them give, wherever the bytes were copied.
+#include "turnout/routing_bytes.h"
+
 #include "cuda/one_call.h"
 #include "support/errors.h"
-#include "turnout/routing_bytes.h"
 
 namespace turnout::testing {
 namespace {
@@ -9,7 +10,7 @@ namespace {
 using RoutingBytes = GpuTest;
 
 RoutingShape shape_of(const DispatchArgs& args) {
-  return {args.x.shape[0],           static_cast<int>(args.topk_idx.shape[1]), args.topk_weights.defined(), args.layout, args.capacity.value_or(-1),
+  return {args.x.shape[0],      static_cast<int>(args.topk_idx.shape[1]), args.topk_weights.defined(), args.layout, args.capacity.value_or(-1),
           args.expert_alignment};
 }
 
@@ -67,7 +68,9 @@ TEST_P(RoutingBytes, WhatIsNoShapeIsRefused) {
   run_virtual_ranks(num_ranks(), [&](Communicator& comm) {
     const auto place = GetParam().place_of(comm.rank());
     Buffer buffer(comm, config_for({&routings}, {}, place->device()));
-    support::expect_says(support::message_of<InvalidArgument>([&] { (void)routing_bytes(buffer, {4, 2, true, Layout::rank_major, -1, 1}); }),
+    support::expect_says(support::message_of<InvalidArgument>([&] {
+                           (void)routing_bytes(buffer, {4, 2, true, Layout::rank_major, -1, 1});
+                         }),
                          {"capacity -1", "give those of its dispatch"});
     support::expect_says(support::message_of<InvalidArgument>([&] { store_routing(buffer, Handle(), nullptr, place->stream()); }),
                          {"store_routing: the handle is empty"});
