@@ -4,6 +4,8 @@
 #include <errno.h>
 #include <pthread.h>
 #include <stdint.h>
+#include <stdlib.h>
+#include <sys/random.h>
 #include <sys/stat.h>
 #include <time.h>
 
@@ -49,4 +51,11 @@ int pthread_cond_clockwait(pthread_cond_t* condition, pthread_mutex_t* mutex, cl
   end.tv_nsec = at % 1000000000;
   const int status = pthread_cond_timedwait(condition, mutex, &end);
   return status == ETIMEDOUT && left > kStep ? 0 : status;
+}
+
+// 2.36: what std::random_device asks; nothing of ours makes one, but the linker takes it along.
+uint32_t arc4random(void) {
+  uint32_t value = 0;
+  while (getrandom(&value, sizeof value, 0) != sizeof value) {}
+  return value;
 }

@@ -132,9 +132,8 @@ def in_order(mine):
     return torch.cat(everything)
 
 
-def start(device):
+def start(backend):
     """Joins the other ranks: of torchrun, of `turnout launch`, or none."""
-    backend = "nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ and "TURNOUT_RANK" not in os.environ:
         dist.init_process_group(backend)
         return
@@ -205,6 +204,7 @@ def arguments():
     parser.add_argument("--text", help="file to learn from (default: the text of `turnout demo`)")
     parser.add_argument("--wire", default="rows", choices=["rows", "payload", "fp32", "fp8"])
     parser.add_argument("--device", default="cpu", help="cpu or cuda (rank r on GPU r modulo their number)")
+    parser.add_argument("--backend", choices=["nccl", "gloo"], help="of torch.distributed (default: nccl on GPUs, which wants one for each rank; gloo on CPUs)")
     parser.add_argument("--routing", default="routing.npy", metavar="FILE", help="routing of the last steps, for turnout bench --routing")
     parser.add_argument("--losses", metavar="FILE", help="loss of every step, a line each, with all its bits")
     parser.add_argument("--plot", default="train_moe.png", metavar="FILE")
@@ -220,7 +220,7 @@ def main():
         device = torch.device("cuda", int(local) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     torch.set_num_threads(1)  # sums in one order, and a core for each rank
-    start(device)
+    start(options.backend or ("nccl" if device.type == "cuda" else "gloo"))
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     if SEQUENCES % num_ranks:
         sys.exit(f"train_moe: {num_ranks} ranks cannot share {SEQUENCES} sequences evenly: use 1, 2, 4 or 8")

@@ -14,13 +14,17 @@ thread_local void* stream_of_call = nullptr;
 
 class PythonAllocator final : public Allocator {
  public:
-  PythonAllocator(nb::object object, bool is_stream_ordered) : object_(object.release().ptr()), is_stream_ordered_(is_stream_ordered) {}
-  ~PythonAllocator() override { drop(object_); }
+  PythonAllocator(nb::object allocate, nb::object deallocate, bool is_stream_ordered)
+      : allocate_(allocate.release().ptr()), deallocate_(deallocate.release().ptr()), is_stream_ordered_(is_stream_ordered) {}
+  ~PythonAllocator() override {
+    drop(allocate_);
+    drop(deallocate_);
+  }
 
   void* allocate(size_t num_bytes) override {
     const nb::gil_scoped_acquire locked;
     try {
-      const nb::object address = nb::handle(object_).attr("allocate")(num_bytes, reinterpret_cast<uintptr_t>(stream_of_call));
+      const nb::object address = nb::borrow(allocate_)(num_bytes, reinterpret_cast<uintptr_t>(stream_of_call));
       return reinterpret_cast<void*>(nb::cast<uintptr_t>(address));
     } catch (nb::python_error& error) {
       throw TransportError("the allocator's allocate(" + std::to_string(num_bytes) + ", stream) raised: " + words_of(error));
@@ -33,7 +37,7 @@ class PythonAllocator final : public Allocator {
     const nb::gil_scoped_acquire locked;
     const nb::error_scope kept;  // an array may go while an exception travels
     try {
-      nb::handle(object_).attr("deallocate")(reinterpret_cast<uintptr_t>(data), num_bytes);
+      nb::borrow(deallocate_)(reinterpret_cast<uintptr_t>(data), num_bytes);
     } catch (nb::python_error& error) {
       error.discard_as_unraisable("turnout: deallocate of an allocator");
     }
@@ -41,7 +45,7 @@ class PythonAllocator final : public Allocator {
   bool is_stream_ordered() const noexcept override { return is_stream_ordered_; }
 
  private:
-  PyObject* const object_;
+  PyObject *const allocate_, *const deallocate_;  ///< the methods, looked up once
   const bool is_stream_ordered_;
 };
 
@@ -54,7 +58,7 @@ std::shared_ptr<Allocator> allocator_of(nb::object object) {
                           ", but must have allocate(num_bytes, stream), which returns an address, and deallocate(address, num_bytes)");
   }
   const bool is_stream_ordered = nb::hasattr(object, "stream_ordered") && nb::cast<bool>(object.attr("stream_ordered"));
-  return std::make_shared<PythonAllocator>(std::move(object), is_stream_ordered);
+  return std::make_shared<PythonAllocator>(object.attr("allocate"), object.attr("deallocate"), is_stream_ordered);
 }
 
 AllocatingFor::AllocatingFor(void* stream) { stream_of_call = stream; }

@@ -25,7 +25,7 @@ struct BufferHolder {
     buffer.reset();
   }
   std::shared_ptr<Allocator> allocator;
-  Held<Buffer> buffer;
+  HeldToExit<Buffer> buffer;
   Device device;
 };
 

@@ -15,7 +15,7 @@ struct CommunicatorHolder {
   void close_buffers();
   void add(const std::shared_ptr<Buffer>& buffer) { buffers.push_back(buffer); }
 
-  Held<Communicator> communicator;
+  HeldToExit<Communicator> communicator;
   std::vector<std::weak_ptr<Buffer>> buffers;
 };
 

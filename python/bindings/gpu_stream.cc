@@ -19,11 +19,7 @@ struct Driver {
   Result (*context_of)(void* stream, void** context);
   Result (*push)(void* context);
   Result (*pop)(void** context);
-  Result (*fill8)(Address, unsigned char, size_t, void*);
-  Result (*fill32)(Address, unsigned, size_t, void*);
   Result (*copy)(Address, Address, size_t, void*);
-  Result (*download)(void*, Address, size_t, void*);
-  Result (*synchronize)(void*);
 
   Driver() {
     void* library = dlopen("libcuda.so.1", RTLD_LAZY);
@@ -32,11 +28,7 @@ struct Driver {
     find(library, "cuStreamGetCtx", context_of);
     find(library, "cuCtxPushCurrent_v2", push);
     find(library, "cuCtxPopCurrent_v2", pop);
-    find(library, "cuMemsetD8Async", fill8);
-    find(library, "cuMemsetD32Async", fill32);
     find(library, "cuMemcpyDtoDAsync_v2", copy);
-    find(library, "cuMemcpyDtoHAsync_v2", download);
-    find(library, "cuStreamSynchronize", synchronize);
   }
   template <class Function>
   static void find(void* library, const char* name, Function*& function) {
@@ -72,21 +64,8 @@ GpuStream::~GpuStream() {
   driver().pop(&context);
 }
 
-void GpuStream::fill(void* to, uint8_t value, size_t num_bytes) {
-  if (num_bytes > 0) expect(driver().fill8(address_of(to), value, num_bytes, stream_), "filling memory of a GPU");
-}
-
-void GpuStream::set(int32_t* to, int32_t value) {
-  expect(driver().fill32(address_of(to), static_cast<unsigned>(value), 1, stream_), "writing a number into memory of a GPU");
-}
-
 void GpuStream::copy(void* to, const void* from, size_t num_bytes) {
   if (num_bytes > 0) expect(driver().copy(address_of(to), address_of(from), num_bytes, stream_), "copying in memory of a GPU");
-}
-
-void GpuStream::read(void* to, const void* from, size_t num_bytes) {
-  expect(driver().download(to, address_of(from), num_bytes, stream_), "copying from a GPU");
-  expect(driver().synchronize(stream_), "waiting for a stream");
 }
 
 }  // namespace turnout::python

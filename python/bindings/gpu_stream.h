@@ -14,11 +14,7 @@ class GpuStream {
   GpuStream(const GpuStream&) = delete;
   GpuStream& operator=(const GpuStream&) = delete;
 
-  void fill(void* to, uint8_t value, size_t num_bytes);
-  void set(int32_t* to, int32_t value);
   void copy(void* to, const void* from, size_t num_bytes);
-  /// To the host: waits for what the stream has been given before.
-  void read(void* to, const void* from, size_t num_bytes);
 
  private:
   void* stream_;

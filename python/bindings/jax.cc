@@ -1,11 +1,11 @@
 // turnout.jax: dispatch and combine as calls of XLA's foreign function interface (xla_ffi.h).
 //
 // A program that XLA compiled has arrays and constants. So a Buffer goes in by number, the rank's own one is found by the device that the
-// program runs on, and a routing comes out as two numbers. XLA frees an array without telling anybody, so the routings of the last calls
-// are kept in a ring. Handlers run on threads of XLA's without the interpreter's lock, and write into memory of XLA's.
+// program runs on. Handlers run on threads of XLA's without the interpreter's lock, and write into memory of XLA's.
 //
-// On a GPU all of it is work on XLA's stream, and the host is ahead, but for one thing: which routing a combine or a second dispatch is of
-// are numbers that the program holds in memory of the GPU, and the host needs them, so it waits for the stream there.
+// On a CPU a routing comes out as two numbers. XLA frees an array without telling anybody, so the routings of the last calls are kept in a ring.
+// On a GPU all of it is work on XLA's stream, the host is ahead and could not read such numbers: there a routing comes out as its bytes
+// (turnout/routing_bytes.h), which XLA keeps and copies as it likes.
 #include <algorithm>
 #include <cstring>
 #include <map>
@@ -19,6 +19,7 @@
 #include "bindings/lifetime.h"
 #include "bindings/tensor.h"
 #include "bindings/xla_ffi.h"
+#include "turnout/routing_bytes.h"
 
 namespace turnout::python {
 
@@ -54,6 +55,12 @@ int64_t register_buffers(nb::dict buffers, int num_handles) {
   const std::lock_guard lock(registry().mutex);
   registry().there[++registry().last] = std::move(ranks);
   return registry().last;
+}
+
+/// Bytes of a routing of a GPU's.
+size_t bytes_of_routing(nb::handle buffer, int64_t num_tokens, int num_topk, bool has_weights, int layout, int64_t capacity, int expert_alignment) {
+  const std::shared_ptr<Buffer> here = buffer_of(buffer);
+  return routing_bytes(*here, {num_tokens, num_topk, has_weights, static_cast<Layout>(layout), capacity, expert_alignment});
 }
 
 void forget_buffers(int64_t number) {
@@ -150,7 +157,6 @@ class Where {
     if (!on_gpu) return;
     stream_ = {call.stream()};
     gpu_.emplace(stream_.native);
-    buffer_->check();  // what went wrong on the GPU in an earlier call
   }
   Buffer& buffer() const { return *buffer_; }
   Stream stream() const { return stream_; }
@@ -198,24 +204,48 @@ void copy(GpuStream& gpu, const TensorView& from, const xla::Array& to) {
   gpu.copy(room.data, from.data, std::min(there, static_cast<size_t>(room.num_elements()) * size_of(room.dtype)));
 }
 
-/// Keeps a routing and writes its two numbers.
-void keep(Rank& rank, const Handle& handle, int64_t buffer, const xla::Array& to, GpuStream* gpu) {
+/// Of the dispatch that a call belongs to.
+RoutingShape shape_of(const Call& call) {
+  RoutingShape shape;
+  shape.num_tokens = call.number("num_tokens");
+  shape.num_topk = call.small("num_topk");
+  shape.has_weights = call.number("routing_has_weights") != 0;
+  shape.layout = static_cast<Layout>(call.number("layout"));
+  shape.capacity = call.number("capacity");
+  shape.expert_alignment = call.small("expert_alignment");
+  return shape;
+}
+
+void expect_size(Buffer& buffer, const RoutingShape& shape, const xla::Array& array) {
+  const auto size = static_cast<size_t>(view_of(array).num_elements()), wanted = routing_bytes(buffer, shape);
+  if (size == wanted) return;
+  throw InvalidArgument("turnout.jax: the routing of this call has " + std::to_string(size) + " bytes, but such a one has " + std::to_string(wanted));
+}
+
+/// Keeps a routing: on a CPU, and writes its two numbers; on a GPU XLA does.
+void keep(Rank& rank, Where& where, const Call& call, const Handle& handle, const xla::Array& to) {
+  if (where.gpu()) {
+    expect_size(where.buffer(), shape_of(call), to);
+    return store_routing(where.buffer(), handle, to.data, where.stream());
+  }
   const std::lock_guard lock(rank.mutex);
   rank.last = rank.last == INT32_MAX ? 1 : rank.last + 1;
   rank.ring[static_cast<size_t>(rank.last) % rank.ring.size()] = handle;
   auto* const numbers = static_cast<int32_t*>(to.data);
-  const int32_t values[2] = {rank.last, static_cast<int32_t>(buffer)};
-  for (int i = 0; i < 2; ++i) {
-    if (gpu) gpu->set(numbers + i, values[i]);
-    else numbers[i] = values[i];
-  }
+  numbers[0] = rank.last;
+  numbers[1] = static_cast<int32_t>(call.number("buffer"));
 }
 
-Handle kept(Rank& rank, int64_t buffer, const xla::Array& numbers, GpuStream* gpu) {
+Handle kept(Rank& rank, Where& where, const Call& call, const xla::Array& routing) {
+  if (where.gpu()) {
+    const RoutingShape shape = shape_of(call);
+    expect_size(where.buffer(), shape, routing);
+    return load_routing(where.buffer(), shape, routing.data);
+  }
   int32_t given[2];
-  if (gpu) gpu->read(given, numbers.data, sizeof given);
-  else std::memcpy(given, numbers.data, sizeof given);
-  if (given[1] != static_cast<int32_t>(buffer)) throw InvalidArgument("turnout.jax: this routing is not one of a dispatch of this Buffer");
+  std::memcpy(given, routing.data, sizeof given);
+  if (given[1] != static_cast<int32_t>(call.number("buffer")))
+    throw InvalidArgument("turnout.jax: this routing is not one of a dispatch of this Buffer");
   const std::lock_guard lock(rank.mutex);
   const int64_t age = int64_t{rank.last} - given[0], size = std::ssize(rank.ring);
   if (given[0] <= 0 || age < 0 || age >= size) {
@@ -238,13 +268,6 @@ void with_arguments(const Call& call, const Where& where, Args& args, const Read
     refuse_quietly<Args>(where.buffer(), args.lane);
     throw;
   }
-}
-
-/// Memory of XLA's that rows will be written to, 0 where none come: on a GPU before the call, because only the GPU knows how many.
-TensorView rows_out(Where& where, const xla::Array& array) {
-  const TensorView out = where.view(array);
-  if (where.gpu()) where.gpu()->fill(out.data, 0, static_cast<size_t>(out.num_elements()) * size_of(out.dtype));
-  return out;
 }
 
 void write_results(const Call& call, const DispatchResult& got, Layout layout) {
@@ -286,7 +309,8 @@ void dispatch(const Call& call, bool on_gpu) {
     a.layout = static_cast<Layout>(call.number("layout"));
     a.capacity = call.number("capacity");
     a.expert_alignment = call.small("expert_alignment");
-    a.out = rows_out(where, call.result(0));
+    a.out = where.view(call.result(0));
+    a.zero_tail = where.gpu() != nullptr;  // only the GPU knows how many rows come
   });
   const DispatchResult got = where.buffer().dispatch(args);
   if (where.gpu()) {
@@ -295,7 +319,7 @@ void dispatch(const Call& call, bool on_gpu) {
     clear_tail(args.out, got);
     write_results(call, got, args.layout);
   }
-  keep(*rank, got.handle, call.number("buffer"), call.result(7), where.gpu());
+  keep(*rank, where, call, got.handle, call.result(7));
 }
 
 /// (x, routing) -> rows, along a known routing
@@ -306,10 +330,11 @@ void dispatch_again(const Call& call, bool on_gpu) {
   Handle handle;
   with_arguments(call, where, args, [&](DispatchArgs& a) {
     a.x = where.view(call.input(0));
-    handle = kept(*rank, call.number("buffer"), call.input(1), where.gpu());
+    handle = kept(*rank, where, call, call.input(1));
     a.handle = &handle;
     a.layout = handle.layout();
-    a.out = rows_out(where, call.result(0));
+    a.out = where.view(call.result(0));
+    a.zero_tail = where.gpu() != nullptr;
   });
   const DispatchResult got = where.buffer().dispatch(args);
   if (!where.gpu()) clear_tail(args.out, got);
@@ -323,7 +348,7 @@ void combine(const Call& call, bool on_gpu) {
   Handle handle;
   with_arguments(call, where, args, [&](CombineArgs& a) {
     a.y = where.view(call.input(0));
-    handle = kept(*rank, call.number("buffer"), call.input(1), where.gpu());
+    handle = kept(*rank, where, call, call.input(1));
     a.handle = &handle;
     const bool has_weights = call.number("has_weights") != 0;
     if (has_weights) a.weights = where.view(call.input(2)), a.apply = CombineWeights::rows;
@@ -391,6 +416,11 @@ void bind_jax(nb::module_& m) {
   m.def("xla_register", &register_buffers, nb::arg("buffers"), nb::arg("num_handles"),
         nb::sig("def xla_register(buffers: dict[int, Buffer], num_handles: int) -> int"),
         "The number by which programs find these Buffers, one for each device of this process; the last num_handles routings are kept.");
+  m.def("xla_routing_bytes", &bytes_of_routing, nb::arg("buffer"), nb::arg("num_tokens"), nb::arg("num_topk"), nb::arg("has_weights"),
+        nb::arg("layout"), nb::arg("capacity"), nb::arg("expert_alignment"),
+        nb::sig("def xla_routing_bytes(buffer: Buffer, num_tokens: int, num_topk: int, has_weights: bool, layout: int, capacity: int, "
+                "expert_alignment: int) -> int"),
+        "Bytes that the routing of such a dispatch on a GPU has.");
   m.def("xla_forget", &forget_buffers, nb::arg("number"), "What xla_register() did is undone.");
 }
 

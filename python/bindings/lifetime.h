@@ -56,11 +56,40 @@ void drop(PyObject* object) noexcept;
 template <class T>
 class Held {
  public:
-  Held(const char* what, std::shared_ptr<T> value) : what_(what), value_(std::make_shared<std::shared_ptr<T>>(std::move(value))) {}
+  Held(const char* what, std::shared_ptr<T> value) : what_(what), value_(std::move(value)) {}
   Held(Held&&) noexcept = default;
   Held(const Held&) = delete;
   Held& operator=(const Held&) = delete;
   ~Held() {
+    if (value_ && made_ != num_forks()) new std::shared_ptr<void>(std::move(value_));  // left to the parent
+  }
+
+  bool is_here() const { return value_ && made_ == num_forks(); }
+  const std::shared_ptr<T>& get() const {
+    if (!is_here()) [[unlikely]]
+      refuse_held(what_, value_ != nullptr);
+    return value_;
+  }
+  /// What get() gave before may go on; nothing if this is a forked child.
+  void reset() {
+    if (value_ && made_ == num_forks()) value_.reset();
+  }
+
+ private:
+  const char* what_;
+  uint64_t made_ = num_forks();
+  std::shared_ptr<T> value_;
+};
+
+/// The same of what the exit of the interpreter lets go of from afar.
+template <class T>
+class HeldToExit {
+ public:
+  HeldToExit(const char* what, std::shared_ptr<T> value) : what_(what), value_(std::make_shared<std::shared_ptr<T>>(std::move(value))) {}
+  HeldToExit(HeldToExit&&) noexcept = default;
+  HeldToExit(const HeldToExit&) = delete;
+  HeldToExit& operator=(const HeldToExit&) = delete;
+  ~HeldToExit() {
     if (value_ && made_ != num_forks()) new std::shared_ptr<void>(std::move(value_));  // left to the parent
   }
 

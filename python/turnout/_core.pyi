@@ -423,6 +423,9 @@ def xla_register(buffers: dict[int, Buffer], num_handles: int) -> int:
     The number by which programs find these Buffers, one for each device of this process; the last num_handles routings are kept.
     """
 
+def xla_routing_bytes(buffer: Buffer, num_tokens: int, num_topk: int, has_weights: bool, layout: int, capacity: int, expert_alignment: int) -> int:
+    """Bytes that the routing of such a dispatch on a GPU has."""
+
 def xla_forget(number: int) -> None:
     """What xla_register() did is undone."""
 

@@ -41,6 +41,8 @@ class Call(NamedTuple):
     lane: int
     wire: int  #: of a dispatch: of its backward pass
     on_gpu: bool
+    has_weights: bool  #: of the dispatch
+    routing_bytes: int  #: on a GPU
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -48,7 +50,9 @@ class Call(NamedTuple):
 
     @property
     def common(self) -> dict[str, np.int64]:
-        return {name: np.int64(getattr(self, name)) for name in ("buffer", "mode", "num_sms", "lane")}
+        """Attributes that all targets take; those of the routing are read on a GPU, where it is bytes of that shape."""
+        names = ("buffer", "mode", "num_sms", "lane", "num_tokens", "num_topk", "layout", "capacity", "expert_alignment")
+        return {name: np.int64(getattr(self, name)) for name in names} | {"routing_has_weights": np.int64(self.has_weights)}
 
 
 def _varying(array: Any) -> frozenset[str]:
@@ -104,12 +108,11 @@ def _dispatch(call: Call, x: Any, topk_idx: Any, weights: Any) -> tuple[Any, ...
         ((wide * (call.num_local_experts + 1),), jnp.int32),
         ((call.capacity * call.num_topk if is_rank_major else 0,), jnp.int32),
         ((wide * 2,), jnp.int32),
-        ((2,), jnp.int32),
+        ((call.routing_bytes,), jnp.uint8) if call.on_gpu else ((2,), jnp.int32),
     ]
     inputs = (x, topk_idx) if weights is None else (x, topk_idx, weights)
     rows, weights, ids, counts, offsets, sorted_rows, numbers, routing = _bind(
-        "turnout_dispatch", results, inputs, has_weights=np.int64(weights is not None), layout=np.int64(call.layout),
-        capacity=np.int64(call.capacity), expert_alignment=np.int64(call.expert_alignment), **call.common,
+        "turnout_dispatch", results, inputs, has_weights=np.int64(weights is not None), **call.common,
     )  # fmt: skip
     if call.on_gpu:
         offsets, numbers = offsets[::2], numbers[::2]

@@ -61,7 +61,7 @@ class Buffer:
         other axes there is a group for each place.
 
         store: what the processes find each other by, as in Communicator.from_store; None: that of jax.distributed.
-        num_handles: dispatches whose routing is kept: at least those from a forward pass to the end of its backward pass.
+        num_handles: on CPUs, dispatches whose routing is kept: at least those from a forward pass to the end of its backward pass.
         config: as in turnout.Buffer, e.g. num_experts=, hidden=, max_tokens_per_rank=, dtype=. num_experts must be a multiple of the
         ranks, because all ranks run one program.
         """
@@ -111,6 +111,10 @@ class Buffer:
         self.num_ranks, self.num_local_experts = first.num_ranks, first.num_local_experts
         self._on_gpu = str(first.config["device"]).startswith("cuda")
 
+    def _routing_bytes(self, call: _jax_ops.Call) -> int:
+        shape = (call.num_tokens, call.num_topk, call.has_weights, call.layout, call.capacity, call.expert_alignment)
+        return _core.xla_routing_bytes(next(iter(self.buffers.values())), *shape)
+
     def check(self) -> None:
         """Raises what an earlier call left that failed on a GPU; waits for nothing. On a CPU calls raise themselves."""
         for buffer in self.buffers.values():
@@ -139,7 +143,7 @@ class Dispatched:
     sorted_rows: Any  #: rank_major: int32 [N * K], rows of x grouped by expert, then -1
     num_rows: Any  #: int32: rows present
     num_dropped: Any  #: int32: rows that exceeded the capacity
-    routing: Any  #: int32 [2]
+    routing: Any  #: what combine() takes: on a CPU int32 [2], on a GPU its bytes
     call: _jax_ops.Call  #: what is static
 
 
@@ -191,8 +195,10 @@ def dispatch(
     call = _jax_ops.Call(
         buffer._number, *topk_idx.shape, buffer.num_local_experts, _number_of("dispatch", "layout", layout, _jax_ops.LAYOUTS), capacity,
         expert_alignment, _number_of("dispatch", "mode", mode, _jax_ops.MODES), num_sms, lane,
-        _number_of("dispatch", "gradient_wire", gradient_wire, _jax_ops.WIRES), buffer._on_gpu,
+        _number_of("dispatch", "gradient_wire", gradient_wire, _jax_ops.WIRES), buffer._on_gpu, topk_weights is not None, 0,
     )  # fmt: skip
+    if call.on_gpu:
+        call = call._replace(routing_bytes=buffer._routing_bytes(call))
     *arrays, numbers, routing = _jax_ops.dispatch(call, *_jax_ops.alike(x, topk_idx, topk_weights))
     return Dispatched(*arrays, numbers[0], numbers[1], routing, call)
 

@@ -63,6 +63,7 @@ BufferImpl::BufferImpl(std::shared_ptr<CommunicatorImpl> communicator, const Buf
   std::vector<Lane*> siblings;
   for (auto& lane : lanes_) siblings.push_back(lane.get());
   for (auto& lane : lanes_) lane->set_siblings(siblings);
+  if (!util::admits(util::LogLevel::debug)) return;
   util::log(util::LogLevel::debug,
             "Buffer: " + std::to_string(config.num_experts) + " experts, " + std::to_string(config.max_tokens_per_rank) + " tokens of " +
                 std::to_string(config.hidden) + " " + std::string(turnout::name(config.dtype)) + " at most, " +

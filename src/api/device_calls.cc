@@ -1,9 +1,11 @@
 // Calls of a Buffer on a device: checked here as far as the host can see, issued by the engine of the device, wrapped as results.
+#include <array>
 #include <string>
 #include <type_traits>
 
 #include "api/arguments.h"
 #include "api/buffer_impl.h"
+#include "engine/cpu/block_cache.h"
 #include "engine/cuda/sizes.h"
 #include "transport/cuda.h"
 
@@ -26,7 +28,7 @@ engine::RoutingFacts facts_of(const Routing& r) {
 
 /// What shapes need to know of a routing whose arrays are on the device.
 std::shared_ptr<Routing> shape_of(const DispatchArgs& args, uint64_t buffer, int64_t id, std::shared_ptr<const core::ExpertMap> experts, int rank) {
-  auto r = std::make_shared<Routing>();
+  auto r = std::allocate_shared<Routing>(engine::CachedAllocator<Routing>());
   r->buffer = buffer;
   r->id = id;
   r->num_tokens = args.x.shape[0];
@@ -40,10 +42,27 @@ std::shared_ptr<Routing> shape_of(const DispatchArgs& args, uint64_t buffer, int
   return r;
 }
 
-void check_alive(const engine::DeviceEngine& device, std::string_view what, const TensorView& t) {
-  if (t.defined() && t.data && t.num_elements() > 0 && device.is_released(t.data))
-    throw InvalidArgument(std::string(what) + " is a view of a result that was released");
-}
+/// The arrays of a call, with their names: none may be of a result that was released.
+class Given {
+ public:
+  void add(const char* name, const TensorView& t) {
+    if (!t.defined() || !t.data || t.num_elements() == 0) return;
+    addresses_[count_] = t.data;
+    names_[count_++] = name;
+  }
+  void check_alive(const engine::DeviceEngine& device, const char* call) const {
+    if (!device.is_any_released({addresses_.data(), count_})) return;
+    for (size_t i = 0; i < count_; ++i) {
+      if (device.is_any_released({&addresses_[i], 1}))
+        throw InvalidArgument(std::string(call) + names_[i] + " is a view of a result that was released");
+    }
+  }
+
+ private:
+  std::array<const void*, 8> addresses_;
+  std::array<const char*, 8> names_;
+  size_t count_ = 0;
+};
 
 /// The arrays of a result with a row per token or per (token, expert).
 struct Rows {
@@ -116,11 +135,18 @@ std::shared_ptr<PendingImpl> BufferImpl::start_on_device(const DispatchArgs& arg
   const bool receive_now = pending != nullptr;
   return issue(args, lane, pending, [&](PendingImpl& call) {
     api::check_dispatch(*context_, args);
-    check_alive(*device_, "dispatch: x", args.x);
-    check_alive(*device_, "dispatch: topk_idx", args.topk_idx);
-    check_alive(*device_, "dispatch: topk_weights", args.topk_weights);
-    for (size_t s = 0; s < args.side.size(); ++s) check_alive(*device_, "dispatch: side[" + std::to_string(s) + "]", args.side[s]);
-    check_alive(*device_, "dispatch: out", args.out);
+    Given given;
+    given.add("x", args.x);
+    given.add("topk_idx", args.topk_idx);
+    given.add("topk_weights", args.topk_weights);
+    given.add("out", args.out);
+    given.check_alive(*device_, "dispatch: ");
+    for (size_t s = 0; s < args.side.size(); ++s) {
+      const std::string name = "side[" + std::to_string(s) + "]";
+      Given side;
+      side.add(name.c_str(), args.side[s]);
+      side.check_alive(*device_, "dispatch: ");
+    }
     std::shared_ptr<const engine::DeviceRouting> cached;
     if (args.handle) {
       call.routing = args.handle->routing();
@@ -144,10 +170,12 @@ std::shared_ptr<PendingImpl> BufferImpl::start_on_device(const CombineArgs& args
   const bool receive_now = pending != nullptr;
   return issue(args, lane, pending, [&](PendingImpl& call) {
     api::check_combine(*context_, args);
-    check_alive(*device_, "combine: y", args.y);
-    check_alive(*device_, "combine: weights", args.weights);
-    check_alive(*device_, "combine: side", args.side);
-    check_alive(*device_, "combine: out", args.out);
+    Given given;
+    given.add("y", args.y);
+    given.add("weights", args.weights);
+    given.add("side", args.side);
+    given.add("out", args.out);
+    given.check_alive(*device_, "combine: ");
     call.routing = args.handle->routing();
     call.combine_args = args;
     call.device = device_->combine(args, api::facts_of(*context_, args), facts_of(*call.routing), call.routing->device, receive_now);

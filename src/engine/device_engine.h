@@ -1,8 +1,10 @@
 // What the public classes see of an engine on a device: calls in, addresses out. No type of the device's toolkit appears here.
 #pragma once
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -102,8 +104,13 @@ class DeviceEngine {
   virtual int num_sms() const = 0;
   virtual void suspend() = 0;
   virtual void resume() = 0;
-  /// Whether an address lies in a part of the receive region that no result holds.
-  virtual bool is_released(const void* address) const = 0;
+  /// A routing with a capacity as bytes that may lie anywhere on the device: their number, a copy of them in order of a stream, and what they
+  /// say, read when calls with it run.
+  virtual size_t routing_bytes(const RoutingFacts& facts) const = 0;
+  virtual void store_routing(const DeviceRouting& routing, const RoutingFacts& facts, std::byte* to, Stream stream) const = 0;
+  virtual std::shared_ptr<const DeviceRouting> routing_at(const RoutingFacts& facts, const std::byte* from) const = 0;
+  /// Whether one of the addresses lies in memory of results that no result holds.
+  virtual bool is_any_released(std::span<const void* const> addresses) const = 0;
 };
 
 struct DeviceEngineSetup {

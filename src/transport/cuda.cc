@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "transport/agree.h"
+#include "transport/build_identity.h"
 #include "util/dynlib.h"
 #include "util/env.h"
 #include "util/log.h"
@@ -23,9 +24,7 @@ const CudaTable* load() {
   const auto function = reinterpret_cast<decltype(&turnout_cuda)>(library.symbol(kCudaTableFunction));
   if (!function) throw TransportError(library.path() + " has no function " + kCudaTableFunction + ": it is not of Turnout");
   const CudaTable* table = function();
-  if (table->version != CudaTable::kVersion || std::string_view(TURNOUT_VERSION) != table->built) {
-    throw TransportError(library.path() + " is of Turnout " + table->built + ", but this is " TURNOUT_VERSION ": install both from one build");
-  }
+  if (const std::string why = mismatch_of(*table, library.path()); !why.empty()) throw TransportError(why);
   table->set_log_callback([](util::LogLevel level, std::string_view text, int rank) { util::log(level, text, rank); });
   return table;
 }
@@ -45,6 +44,20 @@ const Loaded& loaded() {
 }
 
 }  // namespace
+
+std::string mismatch_of(const CudaTable& table, const std::string& path) {
+  std::string theirs = "table " + std::to_string(table.version), ours = "table " + std::to_string(CudaTable::kVersion);
+  if (table.version == CudaTable::kVersion) {
+    const auto described = [](std::string_view version, std::string_view headers, uint64_t layout) {
+      return "Turnout " + std::string(version) + ", headers " + std::string(headers) + ", layout " + std::to_string(layout);
+    };
+    theirs = described(table.built, table.headers, table.layout);
+    ours = described(TURNOUT_VERSION, kSharedHeaders, layout_digest());
+    if (theirs == ours) return "";
+  }
+  return path + " and " + util::own_file() + " are of different builds (" + theirs + ", and " + ours +
+         "), so one would misread the other's data: " + "install both from one build";
+}
 
 const CudaTable* cuda_table() { return loaded().table; }
 

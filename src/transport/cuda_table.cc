@@ -1,6 +1,7 @@
 // The one function that libturnout_cuda.so shows.
 #include "transport/cuda_table.h"
 
+#include "transport/build_identity.h"
 #include "transport/cuda_open.h"
 #include "transport/device/gpu.h"
 #include "transport/device/maker.h"
@@ -11,6 +12,8 @@ extern "C" __attribute__((visibility("default"))) const turnout::transport::Cuda
   static const turnout::transport::CudaTable table = [] {
     turnout::transport::CudaTable t;
     t.built = TURNOUT_VERSION;
+    t.headers = turnout::transport::kSharedHeaders;
+    t.layout = turnout::transport::layout_digest();
     t.reason = device::reason;
     t.num_devices = device::num_devices;
     t.describe = device::describe;

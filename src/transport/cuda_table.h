@@ -1,4 +1,4 @@
-// What libturnout_cuda.so offers to libturnout.so: one C function returns this table. Both are built together, so C++ types pass.
+// What libturnout_cuda.so offers to libturnout.so: one C function returns this table. C++ types pass, so both must be of one build.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -13,9 +13,11 @@
 namespace turnout::transport {
 
 struct CudaTable {
-  static constexpr uint32_t kVersion = 2;  ///< counts changes of this struct
+  static constexpr uint32_t kVersion = 3;  ///< counts changes of this struct; nothing else is read where it is another one
   uint32_t version = kVersion;
-  const char* built = "";  ///< version of Turnout; another one is refused
+  const char* built = "";    ///< version of Turnout
+  const char* headers = "";  ///< kSharedHeaders
+  uint64_t layout = 0;       ///< layout_digest()
 
   /// Why no GPU can be used; empty if some can. Starts the driver.
   std::string (*reason)() = nullptr;
@@ -35,6 +37,9 @@ struct CudaTable {
   /// Of the engine, which knows its signature (engine/device_engine.h: MakeDeviceEngine).
   void* make_engine = nullptr;
 };
+
+/// Why a table that came from the file `path` cannot be used by this library; empty if it can.
+std::string mismatch_of(const CudaTable& table, const std::string& path);
 
 }  // namespace turnout::transport
 

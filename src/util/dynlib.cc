@@ -15,8 +15,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// The folder of the library or program that this code was linked into; empty if unknown.
-fs::path own_folder() {
+fs::path own_path() {
   static const char here = 0;
   Dl_info info{};
   link_map* map = nullptr;
@@ -24,11 +23,11 @@ fs::path own_folder() {
   std::error_code error;
   // The program itself has no name in the loader's list, and its argv[0] may be anything.
   const fs::path object = *map->l_name ? fs::absolute(map->l_name, error) : fs::read_symlink("/proc/self/exe", error);
-  return error ? fs::path() : object.parent_path();
+  return error ? fs::path() : object;
 }
 
 std::vector<fs::path> places(const std::string& file) {
-  const fs::path folder = own_folder();
+  const fs::path folder = own_path().parent_path();
   if (folder.empty()) return {};
   std::vector<fs::path> all;
   for (const fs::path& place : {folder / file, folder / ".." / TURNOUT_LIBDIR / file, folder / ".." / "lib" / file}) {
@@ -40,6 +39,8 @@ std::vector<fs::path> places(const std::string& file) {
 }
 
 }  // namespace
+
+std::string own_file() { return own_path().string(); }
 
 Dynlib::Dynlib(const std::string& file, const std::string& path) {
   std::string tried;

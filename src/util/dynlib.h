@@ -6,6 +6,9 @@
 
 namespace turnout::util {
 
+/// The library or program that this code was linked into; empty if unknown.
+std::string own_file();
+
 /// A shared object, loaded for good: code that has registered itself with a driver is never unloaded.
 class Dynlib {
  public:

@@ -41,9 +41,9 @@ std::atomic<LogLevel>& most_admitted() {
   return most;
 }
 
-bool admitted(LogLevel level) { return level <= most_admitted().load(std::memory_order_relaxed); }
-
 }  // namespace
+
+bool admits(LogLevel level) { return level <= most_admitted().load(std::memory_order_relaxed); }
 
 std::string_view name(LogLevel level) {
   constexpr std::string_view kNames[] = {"error", "warn", "info", "debug"};
@@ -56,7 +56,7 @@ std::string line_of(LogLevel level, std::string_view text, int rank) {
 }
 
 void log(LogLevel level, std::string_view text, int rank) {
-  if (!admitted(level)) return;
+  if (!admits(level)) return;
   std::lock_guard lock(logger().mutex);
   if (logger().callback) return logger().callback(level, text, rank);
   const std::string line = line_of(level, text, rank);
@@ -64,7 +64,7 @@ void log(LogLevel level, std::string_view text, int rank) {
 }
 
 void log_once(LogLevel level, std::string_view text, int rank) {
-  if (!admitted(level)) return;
+  if (!admits(level)) return;
   {
     std::lock_guard lock(logger().mutex);
     if (!logger().seen.emplace(text).second) return;

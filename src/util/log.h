@@ -11,6 +11,8 @@ namespace turnout::util {
 using turnout::LogCallback;
 using turnout::LogLevel;
 
+/// Whether log() writes lines of this level: who has to build a long one asks first.
+bool admits(LogLevel level);
 /// Writes line_of(...) if TURNOUT_LOG admits the level (default warn).
 void log(LogLevel level, std::string_view text, int rank = -1);
 /// As log(), but a text is written once per process, whatever the rank.

@@ -270,6 +270,9 @@ def test_a_routing_is_kept_for_num_handles_dispatches():
     x, idx, weights = problem(1)
     first, second, third = (tj.dispatch(buffer, x, idx) for _ in range(3))
     assert tj.combine(buffer, second.x, second).shape == x.shape
+    if ON_GPU:  # there a routing is its bytes, for as long as the program has them
+        np.testing.assert_array_equal(tj.combine(buffer, first.x, first), tj.combine(buffer, third.x, third))
+        return
     with pytest.raises(RAISED, match="made 2 dispatches ago, but the Buffer keeps 2.*num_handles"):
         jax.block_until_ready(tj.combine(buffer, first.x, first))
     assert tj.combine(buffer, third.x, third).shape == x.shape

@@ -69,6 +69,53 @@ def test_rows_and_tails(layout):
     buffer.check()
 
 
+def test_the_host_is_ahead():
+    """A forward and a backward pass behind work that takes long: all of it is issued before that work is done, and is right all the same."""
+    buffer = make(num_handles=1)
+    x, idx, weights = problem()
+    slow = jax.random.normal(jax.random.key(0), (8192, 8192), jnp.bfloat16)
+
+    def loss(x, weights, slow):
+        for _ in range(60):
+            slow = (slow @ slow) * jnp.bfloat16(1e-3)
+        x = x + 0 * slow[0, 0]
+        sent = tj.dispatch(buffer, x, idx, weights, layout="expert_major")
+        return (tj.combine(buffer, 2 * sent.x, sent, weights=sent.topk_weights).astype(jnp.float32) * x.astype(jnp.float32)).sum()
+
+    program = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+    jax.block_until_ready(program(x, weights, slow))
+    start = time.perf_counter()
+    results = program(x, weights, slow)
+    issued = time.perf_counter() - start
+    jax.block_until_ready(results)
+    done = time.perf_counter() - start
+    assert issued < done / 2, (issued, done)
+    wide = x.astype(jnp.float32)
+    total = 2 * weights.sum(1)
+    np.testing.assert_allclose(results[0], (total[:, None] * wide * wide).sum(), rtol=1e-2)
+    np.testing.assert_allclose(results[1][0].astype(jnp.float32), 2 * total[:, None] * wide, rtol=2e-2)
+    np.testing.assert_allclose(results[1][1], jnp.broadcast_to(2 * (wide * wide).sum(1, keepdims=True), weights.shape), rtol=1e-2)
+
+
+def test_routings_that_a_program_copies():
+    """A scan stacks the routings of its steps and takes them out again in its backward pass."""
+    buffer = make(num_handles=1)
+    x, idx, weights = problem()
+    order = jnp.stack([jnp.roll(idx, step, 0) for step in range(4)])
+
+    def loss(x):
+        def step(x, idx):
+            sent = tj.dispatch(buffer, x, idx, weights, layout="expert_slab", capacity=128)
+            return tj.combine(buffer, sent.x, sent, weights=sent.topk_weights), sent.num_rows
+
+        out, _ = jax.lax.scan(step, x, order)
+        return out.astype(jnp.float32).sum()
+
+    got = jax.jit(jax.grad(loss))(jnp.ones_like(x))
+    expected = weights.sum(1)[:, None] ** 4 * jnp.ones(x.shape)
+    np.testing.assert_allclose(got.astype(jnp.float32), expected, rtol=3e-2)
+
+
 def test_a_program_that_runs_elsewhere_says_so():
     buffer = make()
     x, idx, weights = problem()

@@ -46,6 +46,8 @@ TEST(Log, OnceIsOncePerText) {
 TEST(Log, ACallbackMayAskForMoreThanTheEnvironment) {
   std::vector<std::string> lines;
   util::set_log_callback([&](LogLevel level, std::string_view text, int rank) { lines.push_back(line_of(level, text, rank)); }, LogLevel::info);
+  EXPECT_TRUE(admits(LogLevel::info));
+  EXPECT_FALSE(admits(LogLevel::debug));
   log(LogLevel::info, "of a rank", 2);
   log(LogLevel::debug, "too fine");
   log(LogLevel::error, "of the process");

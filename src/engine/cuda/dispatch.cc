@@ -3,7 +3,6 @@
 #include <chrono>
 #include <thread>
 
-#include "engine/cuda/carver.h"
 #include "engine/cuda/engine.h"
 #include "engine/cuda/host_link.h"
 #include "engine/cuda/kernels.h"
@@ -23,71 +22,7 @@ constexpr std::chrono::milliseconds kAskEvery{1};  ///< while the host waits for
 
 int64_t up(int64_t n, int64_t to) { return core::align_up(n, to); }
 
-size_t carve_source_side(Routing& r, std::byte* base, int64_t tokens, int topk, bool has_weights, int num_ranks, int num_local) {
-  Carver at(base);
-  const int64_t pairs = tokens * topk, ranks = num_ranks;
-  r.topk_idx = at.take<int32_t>(pairs);
-  r.topk_weights = has_weights ? at.take<float>(pairs) : nullptr;
-  r.dest = at.take<int32_t>(pairs);
-  r.send_index = at.take<int32_t>(pairs);
-  r.pair_index = at.take<int32_t>(pairs);
-  r.own_tokens = at.take<int32_t>(tokens);
-  r.rows = at.take<int32_t>(ranks * ranks);
-  r.send_begin = at.take<int32_t>(ranks);
-  r.sent = at.take<int32_t>(ranks);
-  r.send_offset = at.take<int32_t>(ranks + 1);
-  r.source_tokens = at.take<int32_t>(ranks);
-  r.recv_begin = at.take<int32_t>(ranks + 1);
-  r.record_begin = at.take<int32_t>(ranks);
-  r.expert_base = at.take<int32_t>(ranks * num_local);
-  r.expert_counts = at.take<int32_t>(num_local);
-  r.expert_offsets = at.take<int64_t>(num_local + 1);
-  r.cut = at.take<int32_t>(2);
-  r.num_rows = at.take<int64_t>(1);
-  r.num_dropped = at.take<int64_t>(1);
-  return at.num_bytes();
-}
-
-size_t carve_receive_side(Routing& r, std::byte* base, int64_t block_rows, int64_t result_rows, int topk, bool has_weights, Layout layout,
-                          int64_t slot_rows) {
-  Carver at(base);
-  const bool by_rank = layout == Layout::rank_major;
-  // rank_major hands its ids and weights out as results, as long as the row arrays are.
-  const int64_t rows = by_rank ? std::max(block_rows, result_rows) : block_rows;
-  r.recv_idx = at.take<int32_t>(rows * topk);
-  r.recv_weights = has_weights ? at.take<float>(rows * topk) : nullptr;
-  r.position = by_rank ? nullptr : at.take<int32_t>(rows * topk);
-  r.slots = slot_rows > 0 ? at.take<int32_t>(slot_rows * topk) : nullptr;
-  r.row_weights = !by_rank && has_weights ? at.take<float>(result_rows) : nullptr;
-  r.sorted_rows = by_rank ? at.take<int32_t>(rows * topk) : nullptr;
-  return at.num_bytes();
-}
-
 }  // namespace
-
-std::shared_ptr<RoutingMemory> Engine::new_routing(const turnout::DispatchArgs& args, OnStream on) const {
-  auto r = std::make_shared<RoutingMemory>();
-  const int64_t tokens = args.x.shape[0];
-  const auto topk = static_cast<int>(args.topk_idx.shape[1]);
-  const bool weights = args.topk_weights.defined();
-  const int local = num_local_[static_cast<size_t>(rank_)];
-  const size_t bytes = carve_source_side(r->view, nullptr, tokens, topk, weights, num_ranks_, max_local_);
-  r->source_side = std::make_shared<Hold>(shared_, shared_->own, bytes, on);
-  carve_source_side(r->view, r->source_side->data(), tokens, topk, weights, num_ranks_, max_local_);
-  r->num_local = local;
-  r->max_local = max_local_;
-  r->generation = experts_hash_;
-  return r;
-}
-
-void Engine::add_receive_side(RoutingMemory& r, int64_t block_rows, int64_t result_rows, int num_topk, bool has_weights, Layout layout,
-                              int64_t slot_rows, OnStream on) const {
-  r.block_rows = block_rows;
-  r.result_rows = result_rows;
-  const size_t bytes = carve_receive_side(r.view, nullptr, block_rows, result_rows, num_topk, has_weights, layout, slot_rows);
-  r.receive_side = std::make_shared<Hold>(shared_, shared_->own, std::max<size_t>(bytes, 128), on);
-  carve_receive_side(r.view, r.receive_side->data(), block_rows, result_rows, num_topk, has_weights, layout, slot_rows);
-}
 
 DispatchArgs Engine::dispatch_args(const turnout::DispatchArgs& args, const CallFacts& facts, const RoutingFacts& routing) const {
   DispatchArgs a;
@@ -242,11 +177,8 @@ void Engine::make_routing(const turnout::DispatchArgs& args, PendingCall& call, 
   call.routing = fresh;
   a.routing = fresh->view;
   if (a.capacity >= 0) {
-    const int64_t most = config_.max_tokens_per_rank * num_ranks_;
-    // rank_major results are as long as the capacity says, and they may stay in the block.
-    a.block_rows = a.layout == Layout::expert_slab ? most : a.layout == Layout::rank_major ? a.capacity : std::min(a.capacity, most);
-    a.total_rows = a.block_rows;
-    a.result_rows = a.layout == Layout::expert_slab ? a.capacity * a.num_local : a.capacity;
+    a.block_rows = a.total_rows = most_block_rows(a.layout, a.capacity);
+    a.result_rows = most_result_rows(a.layout, a.capacity);
   } else {
     if (call.capture)
       throw InvalidArgument("dispatch: size is exact, so the host must wait for counts, but the stream is being captured; give a capacity");

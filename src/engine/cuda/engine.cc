@@ -349,9 +349,12 @@ void Engine::require_memory() const {
   if (suspended_) throw InvalidArgument("this Buffer is suspended; call resume() first");
 }
 
-bool Engine::is_released(const void* address) const {
-  const std::optional<size_t> offset = shared_->leases.offset_of(static_cast<const std::byte*>(address));
-  return offset ? !shared_->region.is_taken(*offset) : shared_->results.keeps(address);
+bool Engine::is_any_released(std::span<const void* const> addresses) const {
+  for (const void* address : addresses) {
+    const std::optional<size_t> offset = shared_->leases.offset_of(static_cast<const std::byte*>(address));
+    if (offset && !shared_->region.is_taken(*offset)) return true;
+  }
+  return shared_->results.keeps_any(addresses);
 }
 
 void Engine::refuse(const CallFacts& facts, const Reason& why, int lane, Stream stream) {

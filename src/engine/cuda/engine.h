@@ -163,7 +163,10 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
   void watch(std::function<bool(int)> has_closed, std::function<void()> host_check) override;
   void suspend() override;
   void resume() override;
-  bool is_released(const void* address) const override;
+  size_t routing_bytes(const RoutingFacts& facts) const override;
+  void store_routing(const DeviceRouting& routing, const RoutingFacts& facts, std::byte* to, Stream stream) const override;
+  std::shared_ptr<const DeviceRouting> routing_at(const RoutingFacts& facts, const std::byte* from) const override;
+  bool is_any_released(std::span<const void* const> addresses) const override;
 
  private:
   friend class PendingCall;
@@ -188,6 +191,8 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
   std::shared_ptr<RoutingMemory> new_routing(const turnout::DispatchArgs& args, OnStream on) const;
   void add_receive_side(RoutingMemory& r, int64_t block_rows, int64_t result_rows, int num_topk, bool has_weights, Layout layout, int64_t slot_rows,
                         OnStream on) const;
+  int64_t most_block_rows(Layout layout, int64_t capacity) const;
+  int64_t most_result_rows(Layout layout, int64_t capacity) const;
   DispatchArgs dispatch_args(const turnout::DispatchArgs& args, const CallFacts& facts, const RoutingFacts& routing) const;
   bool is_low_latency(const DispatchArgs& a) const;
   bool is_low_latency(const CombineArgs& a) const;

@@ -50,9 +50,8 @@ void Engine::dispatch_low_latency(const turnout::DispatchArgs& args, PendingCall
     a.num_local = cached->num_local;
     call.routing = std::move(cached);
   } else {
-    const int64_t most = config_.max_tokens_per_rank * num_ranks_;
-    a.block_rows = a.layout == Layout::expert_slab ? most : a.layout == Layout::rank_major ? a.capacity : std::min(a.capacity, most);
-    a.result_rows = a.layout == Layout::expert_slab ? a.capacity * a.num_local : a.capacity;
+    a.block_rows = most_block_rows(a.layout, a.capacity);
+    a.result_rows = most_result_rows(a.layout, a.capacity);
     const std::shared_ptr<RoutingMemory> fresh = new_routing(args, call.on());
     const int64_t slot_rows = a.layout == Layout::expert_slab ? a.common.arena.ll_tokens * num_ranks_ : 0;
     add_receive_side(*fresh, a.block_rows, a.result_rows, a.num_topk, a.has_weights, a.layout, slot_rows, call.on());

@@ -175,11 +175,6 @@ void Memory::finish() {
   (void)cudaGetLastError();
 }
 
-void Memory::note_user(cudaStream_t stream) {
-  std::lock_guard lock(mutex_);
-  if (std::find(users_.begin(), users_.end(), stream) == users_.end()) users_.push_back(stream);
-}
-
 Memory::~Memory() {
   int before = 0;
   cudaGetDevice(&before);
@@ -203,8 +198,10 @@ Memory::Piece Memory::take(size_t num_bytes, OnStream on) {
   size_t size = 512;
   while (size < num_bytes) size *= 2;
   if (size > (1u << 20)) size = static_cast<size_t>(core::align_up(static_cast<int64_t>(num_bytes), 1 << 20));
-  note_user(stream);
+  std::unique_lock lock(mutex_);
+  if (std::find(users_.begin(), users_.end(), stream) == users_.end()) users_.push_back(stream);
   if (allocator_) {
+    lock.unlock();
     std::byte* data = nullptr;
     try {
       data = static_cast<std::byte*>(allocator_->allocate(num_bytes));
@@ -214,7 +211,6 @@ Memory::Piece Memory::take(size_t num_bytes, OnStream on) {
     if (!data) throw TransportError("no memory for " + std::to_string(num_bytes) + " bytes of a result: the Allocator had none");
     return {data, num_bytes, stream, capture};
   }
-  std::lock_guard lock(mutex_);
   if (!capture && only_.must_share(stream)) {
     for (const auto& [bytes, data] : idle_) fences_.add(reinterpret_cast<size_t>(data), bytes, stream);
     free_.merge(idle_);
@@ -237,11 +233,14 @@ Memory::Piece Memory::take(size_t num_bytes, OnStream on) {
   return {data, size, stream, capture};
 }
 
-bool Memory::keeps(const void* address) const {
-  const auto* p = static_cast<const std::byte*>(address);
+bool Memory::keeps_any(std::span<const void* const> addresses) const {
+  if (allocator_) return false;
   std::lock_guard lock(mutex_);
-  const auto holds = [&](const auto& piece) { return p >= piece.second && p < piece.second + piece.first; };
-  return std::any_of(free_.begin(), free_.end(), holds) || std::any_of(idle_.begin(), idle_.end(), holds);
+  const auto holds_any = [&](const auto& piece) {
+    const auto [num_bytes, data] = piece;
+    return std::any_of(addresses.begin(), addresses.end(), [&](const void* p) { return p >= data && p < data + num_bytes; });
+  };
+  return std::any_of(free_.begin(), free_.end(), holds_any) || std::any_of(idle_.begin(), idle_.end(), holds_any);
 }
 
 /// The caller's Allocator knows no streams: it gets memory back once the GPU has done with it.

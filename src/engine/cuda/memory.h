@@ -9,6 +9,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "engine/cpu/block_pool.h"
@@ -120,13 +121,12 @@ class Memory {
   /// `of_caller`: from the caller's Allocator if there is one (results; handles are the engine's own).
   Piece take(size_t num_bytes, OnStream on);
   void give_back(const Piece& piece) noexcept;
-  /// Whether `address` lies in what was given back and not taken again.
-  bool keeps(const void* address) const;
+  /// Whether an address lies in what was given back and not taken again; a caller's Allocator alone knows.
+  bool keeps_any(std::span<const void* const> addresses) const;
 
  private:
   int device_;
   Allocator* allocator_;
-  void note_user(cudaStream_t stream);
   void finish();
   cudaStream_t stream_;  ///< of allocations; nothing that waits is ever on it
   std::shared_ptr<transport::device::MemoryPool> pool_;

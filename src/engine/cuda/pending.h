@@ -2,6 +2,7 @@
 #pragma once
 #include <memory>
 
+#include "engine/cpu/block_cache.h"
 #include "engine/cuda/engine.h"
 
 namespace turnout::engine::cuda {
@@ -15,6 +16,10 @@ class PendingCall : public DevicePending {
   OnStream on() const { return {stream, capture}; }
   int64_t* arrived() override { return dispatch.arrived; }
   ~PendingCall() override;
+  // Too large for malloc's quick lists, and every call makes one.
+  using Room = BlockCache<4096>;
+  static void* operator new(size_t) { return Room::allocate(); }
+  static void operator delete(void* block) noexcept { Room::deallocate(block); }
   PendingCall(const PendingCall&) = delete;
   PendingCall& operator=(const PendingCall&) = delete;
   /// Issues the receiving part, if it has not been: at the wait, or earlier where a later call needs the staging of this one.
@@ -46,5 +51,6 @@ class PendingCall : public DevicePending {
   std::shared_ptr<const RoutingMemory> routing;
   std::shared_ptr<Hold> block, result, counters, fp8;
 };
+static_assert(sizeof(PendingCall) <= 4096);
 
 }  // namespace turnout::engine::cuda
