@@ -127,6 +127,7 @@ void BufferImpl::agree(const BufferConfig& config) {
       {"replica_of", text_of(config.replica_of, own)},
       {"device", std::string(name(config.device.kind))},
       {"library", std::string(version())},
+      {"TURNOUT_VERIFY", util::env().verify ? "1" : "0"},
   };
   std::string mine;
   for (const auto& [fact, value] : facts) mine += value + '\n';

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "engine/cpu/verify.h"
 #include "util/log.h"
 
 namespace turnout::engine {
@@ -94,6 +95,7 @@ Context::Context(std::shared_ptr<transport::Transport> transport_, std::unique_p
       abort_seen_(static_cast<size_t>(num_ranks)) {
   experts = std::make_shared<const core::ExpertMap>(config.expert_to_rank.empty() ? core::ExpertMap::split(config.num_experts, num_ranks)
                                                                                   : core::ExpertMap::of(config.expert_to_rank, num_ranks));
+  if (layout.verified) poison(local + layout.receive, layout.receive_bytes);
 }
 
 void Context::count_fresh_result(size_t num_bytes) {
@@ -166,8 +168,13 @@ void Context::throw_abort() {
 
 void Context::retire(const BlockPool::Block& block) {
   std::lock_guard lock(abort_mutex_);
-  if (status.load(std::memory_order_relaxed) == 0) pool.give_back(block);
+  if (status.load(std::memory_order_relaxed) == 0) give_back(block);
   else retired_.push_back(block);
+}
+
+void Context::give_back(const BlockPool::Block& block) {
+  if (layout.verified) poison(local + block.offset, block.num_bytes);
+  pool.give_back(block);
 }
 
 void Context::announce_close() noexcept {
@@ -182,7 +189,7 @@ void Context::announce_close() noexcept {
 
 void Context::forget_abort() {
   std::lock_guard lock(abort_mutex_);
-  for (const BlockPool::Block& block : retired_) pool.give_back(block);
+  for (const BlockPool::Block& block : retired_) give_back(block);
   retired_.clear();
   for (int peer = 0; peer < num_ranks; ++peer) {
     abort_seen_[static_cast<size_t>(peer)].store(read(layout.abort_signal(peer)), std::memory_order_relaxed);
