@@ -1,4 +1,5 @@
 // Checksums of headers and totals, and what a mismatch says.
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdio>
@@ -52,6 +53,10 @@ void Call::check_header(int source) const {
   hash.add(counts, static_cast<size_t>(num_counts) * sizeof(int32_t));
   const uint64_t found = hash.add(context_->local + facts_of(source), sizeof facts_).add(&seal.num_counts, sizeof seal.num_counts).value();
   check_sum(Region::header, source, -1, "", seal.header, found);
+  const std::span<const int32_t> expert_counts(reinterpret_cast<const int32_t*>(counts), static_cast<size_t>(num_counts));
+  const int64_t most = context_->config.max_tokens_per_rank * std::max(1, context_->config.max_topk);
+  const std::string wrong = header_problem(headers_[at], {rows_.data() + at * ranks, ranks}, expert_counts, most, context_->layout);
+  if (!wrong.empty()) throw TransportError("the header of rank " + std::to_string(source) + " in " + where() + " cannot be: " + wrong);
 }
 
 void Call::send_sum(int peer, size_t offset, const RowSum& sum) {

@@ -52,12 +52,14 @@ Note to_note(const Abort& why) {
   return note;
 }
 
+/// What a peer wrote, taken with care: bytes that are no note still make an Abort.
 Abort from_note(const Note& note, int rank) {
-  Abort why{note.kind, "rank " + std::to_string(rank) + " aborted: " + read(note.text), {}};
+  const bool is_kind = note.kind >= Abort::Kind::timeout && note.kind <= Abort::Kind::invalid_argument;
+  Abort why{is_kind ? note.kind : Abort::Kind::peer_failed, "rank " + std::to_string(rank) + " aborted: " + read(note.text), {}};
   WaitRecord& r = why.record;
   r.rank = rank;
   r.lane = note.lane;
-  r.peers.assign(note.peers, note.peers + note.num_peers);
+  r.peers.assign(note.peers, note.peers + std::clamp(note.num_peers, 0, static_cast<int32_t>(Note::kMostPeers)));
   r.epoch = note.epoch;
   r.expected = note.expected;
   r.seen = note.seen;
@@ -74,6 +76,12 @@ PerRank<std::byte*> peers_of(transport::Window& window, int num_ranks) {
 }
 
 }  // namespace
+
+Abort abort_of_note(const std::byte* bytes, int rank) {
+  Note note;
+  std::memcpy(&note, bytes, sizeof note);
+  return from_note(note, rank);
+}
 
 Context::Context(std::shared_ptr<transport::Transport> transport_, std::unique_ptr<transport::Window> window_, const core::BufferLayout& layout_,
                  core::Topology topology_, const BufferConfig& config_, Allocator* allocator_)
@@ -144,9 +152,7 @@ void Context::check_abort() {
     if (read(layout.abort_signal(peer)) <= abort_seen_[static_cast<size_t>(peer)].load(std::memory_order_relaxed)) continue;
     std::lock_guard lock(abort_mutex_);
     if (status.load(std::memory_order_relaxed) == 0) {
-      Note note;
-      std::memcpy(&note, local + layout.note_at(peer), sizeof note);
-      abort_ = from_note(note, peer);
+      abort_ = abort_of_note(local + layout.note_at(peer), peer);
       status.store(2, std::memory_order_release);
       set_status_word(local, 1);
     }

@@ -34,6 +34,9 @@ struct Abort {
   WaitRecord record;
 };
 
+/// What `rank` wrote into its note here (BufferLayout::kNoteBytes).
+Abort abort_of_note(const std::byte* bytes, int rank);
+
 struct Context : std::enable_shared_from_this<Context> {
   Context(std::shared_ptr<transport::Transport> transport, std::unique_ptr<transport::Window> window, const core::BufferLayout& layout,
           core::Topology topology, const BufferConfig& config, Allocator* allocator);

@@ -94,4 +94,28 @@ std::string outside(const core::BufferLayout& layout, Region region, size_t offs
          std::to_string(begin) + " to " + std::to_string(end) + " of an arena of " + std::to_string(layout.num_bytes);
 }
 
+std::string header_problem(const Header& header, std::span<const int32_t> rows, std::span<const int32_t> expert_counts, int64_t most_rows,
+                           const core::BufferLayout& layout) {
+  const auto number = [](const char* what, size_t index, int64_t value) {
+    return std::string(what) + " " + std::to_string(index) + " is " + std::to_string(value);
+  };
+  for (size_t rank = 0; rank < rows.size(); ++rank) {
+    if (rows[rank] < 0 || rows[rank] > most_rows) return number("the number of rows for rank", rank, rows[rank]);
+  }
+  for (size_t e = 0; e < expert_counts.size(); ++e) {
+    if (expert_counts[e] < 0) return number("the count of local expert", e, expert_counts[e]);
+  }
+  if (header.offer_bytes < 0 || header.offer_offset < 0) return "the lease has " + std::to_string(header.offer_bytes) + " bytes";
+  if (header.offer_bytes > 0) {
+    const std::string words =
+        outside(layout, Region::block, static_cast<size_t>(header.offer_offset), static_cast<size_t>(header.offer_bytes));
+    if (!words.empty()) return "the lease: " + words;
+  }
+  if (header.pull_offset < 0) return {};
+  int64_t first = 0;  // of the addressee's rows; how far they reach only their routing tells
+  const bool fits = !__builtin_mul_overflow(header.pull_first, header.pull_stride, &first) && !__builtin_add_overflow(first, header.pull_offset, &first);
+  const bool good = fits && header.pull_first >= 0 && header.pull_offset < static_cast<int64_t>(layout.num_bytes);
+  return good ? std::string() : "rows to be read in place do not lie in the arena: they begin at " + std::to_string(header.pull_offset);
+}
+
 }  // namespace turnout::engine

@@ -3,10 +3,12 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <string_view>
 
 #include "core/buffer_layout.h"
+#include "engine/cpu/header.h"
 
 namespace turnout::engine {
 
@@ -64,5 +66,10 @@ inline constexpr bool kChecked = TURNOUT_CHECKED != 0;
 
 /// Empty if [offset, offset + num_bytes) lies in the region of an arena that `region` is written to; else what is wrong, in words.
 std::string outside(const core::BufferLayout& layout, Region region, size_t offset, size_t num_bytes);
+
+/// Empty if what a header says can be: rows and counts that are not negative nor more than `most_rows`, a lease and rows to read that
+/// lie in the arena of its sender. Else what is wrong, in words. A header whose checksum is right and that is wrong all the same was made so.
+std::string header_problem(const Header& header, std::span<const int32_t> rows, std::span<const int32_t> expert_counts, int64_t most_rows,
+                           const core::BufferLayout& layout);
 
 }  // namespace turnout::engine
