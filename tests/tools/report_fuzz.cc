@@ -22,8 +22,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     if (word.empty()) std::abort();
   }
   try {
-    check_routing({.source = "zipf:" + given, .num_tokens = 3, .num_experts = 5, .topk = 2});
-    make_routing({.source = "zipf:" + given, .num_tokens = 3, .num_experts = 5, .topk = 2}, 0);
+    check_routing({.source = "zipf:" + given, .num_experts = 5, .topk = 2, .num_tokens = 3});
+    make_routing({.source = "zipf:" + given, .num_experts = 5, .topk = 2, .num_tokens = 3}, 0);
   } catch (const turnout::InvalidArgument& e) {
     if (std::string(e.what()).size() < 20) std::abort();
   }
