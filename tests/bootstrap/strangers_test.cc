@@ -265,7 +265,8 @@ TEST_P(Strangers, WhoProvesTheSecretAndFallsSilentIsNamedAtTheDeadline) {
 }
 
 TEST_P(Strangers, WhoStandsAtThePlaceOfRankZeroAndTalksNonsenseIsToldOf) {
-  const std::string answers[] = {"HTTP/1.1 400 Bad Request\r\n\r\n", std::string("\x7f\xff\xff\xff\x02", 5), std::string(100'000, '\0'), "", "silence"};
+  const std::string answers[] = {"HTTP/1.1 400 Bad Request\r\n\r\n", std::string("\x7f\xff\xff\xff\x02", 5), std::string(100'000, '\0'), "",
+                                 "silence"};
   for (const std::string& answer : answers) {
     Job job(2, GetParam());
     const Fd door = bootstrap::listen_on(job.door());

@@ -1,4 +1,6 @@
 // TURNOUT_VERIFY=1: whatever happens between a sender and a receiver is told, or makes no difference.
+#include "engine/cpu/verify.h"
+
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -10,7 +12,6 @@
 #include "engine/broken_link.h"
 #include "engine/contract.h"
 #include "engine/cpu/header.h"
-#include "engine/cpu/verify.h"
 
 namespace turnout::testing {
 namespace {
@@ -133,7 +134,8 @@ std::vector<Place3> places() {
 void play_small(Communicator& comm, const Place3& place, const BufferLayout*& layout_there, std::mutex& mutex) {
   BufferConfig config = small_config();
   Tokens tokens(comm.rank(), 4);
-  for (int64_t t = 0; t < tokens.T; ++t) tokens.ids[static_cast<size_t>(t * tokens.K)] = t % 3 * 2, tokens.ids[static_cast<size_t>(t * tokens.K + 1)] = (t + 1) % 3 * 2;
+  for (int64_t t = 0; t < tokens.T; ++t)
+    tokens.ids[static_cast<size_t>(t * tokens.K)] = t % 3 * 2, tokens.ids[static_cast<size_t>(t * tokens.K + 1)] = (t + 1) % 3 * 2;
   {
     std::lock_guard lock(mutex);
     static BufferLayout layout;

@@ -35,8 +35,11 @@ T take(const uint8_t*& data, size_t& left) {
 }
 
 void check_header(const uint8_t* data, size_t left) {
-  static const core::BufferLayout layout = core::BufferLayout::of(
-      {.num_ranks = kRanks, .header_bytes = header_bytes(kRanks, kExperts), .least_staging_bytes = 4096, .receive_bytes = 1 << 16, .verified_rows = 8});
+  static const core::BufferLayout layout = core::BufferLayout::of({.num_ranks = kRanks,
+                                                                   .header_bytes = header_bytes(kRanks, kExperts),
+                                                                   .least_staging_bytes = 4096,
+                                                                   .receive_bytes = 1 << 16,
+                                                                   .verified_rows = 8});
   const auto header = take<Header>(data, left);
   std::vector<int32_t> rows(kRanks), counts(kExperts);
   for (int32_t& n : rows) n = take<int32_t>(data, left);

@@ -97,7 +97,8 @@ void Call::fail_sum(Region region, int source, int64_t row, const char* part, ui
   const std::string which = row >= 0 ? ", row " + std::to_string(row) + ", " + part : *part ? std::string(", ") + part : "";
   throw TransportError("TURNOUT_VERIFY: rank " + std::to_string(context_->rank) + " got other bytes than rank " + std::to_string(source) +
                        " sent in " + where() + ": region " + std::string(name_of(region)) + which + ": checksum " + hex(sent) + " sent, " +
-                       hex(found) + " found. Memory or a link changed them, or something wrote where it must not; nothing of this call is to be used");
+                       hex(found) +
+                       " found. Memory or a link changed them, or something wrote where it must not; nothing of this call is to be used");
 }
 
 void Call::check_inside(Region region, int peer, int64_t row, size_t offset, size_t num_bytes) const {

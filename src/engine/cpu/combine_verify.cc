@@ -25,7 +25,8 @@ void CombineCall::put_checked(int source, int64_t i) {
   write_record(source, i, record);
   const int64_t slot = i % slots_;
   put(source, context_->layout.ring_at(lane_, copy_, context_->rank) + static_cast<size_t>(slot) * record_bytes_, record, record_bytes_);
-  send_sum(source, context_->layout.ring_sum_at(lane_, copy_, context_->rank, slot), record_sum(key(Region::ring, context_->rank, source, i), record));
+  send_sum(source, context_->layout.ring_sum_at(lane_, copy_, context_->rank, slot),
+           record_sum(key(Region::ring, context_->rank, source, i), record));
 }
 
 /// Of a row that this rank reads in place.

@@ -107,13 +107,13 @@ std::string header_problem(const Header& header, std::span<const int32_t> rows, 
   }
   if (header.offer_bytes < 0 || header.offer_offset < 0) return "the lease has " + std::to_string(header.offer_bytes) + " bytes";
   if (header.offer_bytes > 0) {
-    const std::string words =
-        outside(layout, Region::block, static_cast<size_t>(header.offer_offset), static_cast<size_t>(header.offer_bytes));
+    const std::string words = outside(layout, Region::block, static_cast<size_t>(header.offer_offset), static_cast<size_t>(header.offer_bytes));
     if (!words.empty()) return "the lease: " + words;
   }
   if (header.pull_offset < 0) return {};
   int64_t first = 0;  // of the addressee's rows; how far they reach only their routing tells
-  const bool fits = !__builtin_mul_overflow(header.pull_first, header.pull_stride, &first) && !__builtin_add_overflow(first, header.pull_offset, &first);
+  const bool fits =
+      !__builtin_mul_overflow(header.pull_first, header.pull_stride, &first) && !__builtin_add_overflow(first, header.pull_offset, &first);
   const bool good = fits && header.pull_first >= 0 && header.pull_offset < static_cast<int64_t>(layout.num_bytes);
   return good ? std::string() : "rows to be read in place do not lie in the arena: they begin at " + std::to_string(header.pull_offset);
 }
