@@ -41,10 +41,8 @@ Call::Call(const std::shared_ptr<Context>& context, int lane, uint64_t epoch, ui
   my_rows_.assign(ranks, 0);
   rows_.resize_for_overwrite(ranks * ranks);
   if (context_->layout.verified) [[unlikely]]
-    sums_ = std::make_unique<Sums>(ranks);
+    sums_.reset(new Sums(ranks));  // NOLINT(cppcoreguidelines-owning-memory): its deleter is not the standard one
 }
-
-Call::~Call() = default;
 
 void Call::refuse(const Reason& why) {
   mine_.refused = 1;

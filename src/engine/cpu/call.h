@@ -45,7 +45,7 @@ class Call {
  public:
   /// `context` outlives the call: its lane and whoever waits for it belong to the Buffer.
   Call(const std::shared_ptr<Context>& context, int lane, uint64_t epoch, uint64_t first_epoch, const KnownFacts& known, int64_t handle);
-  virtual ~Call();
+  virtual ~Call() = default;
   Call(const Call&) = delete;
   Call& operator=(const Call&) = delete;
 
@@ -122,6 +122,9 @@ class Call {
 
   // verify.h, in call_verify.cc. All but check_address() and put() REQUIRE sums_.
   struct Sums;
+  struct DropSums {
+    void operator()(Sums* sums) const;
+  };
   SumKey key(Region region, int source, int destination, int64_t index) const { return {region, lane_, epoch_, source, destination, index}; }
   /// Stores or puts, as the peer is reached.
   void put(int peer, size_t offset, const void* data, size_t num_bytes);
@@ -151,7 +154,7 @@ class Call {
   const uint64_t epoch_;
   const int copy_;
   CallFacts facts_;
-  std::unique_ptr<Sums> sums_;  ///< null without checksums
+  std::unique_ptr<Sums, DropSums> sums_;  ///< null without checksums
 
   // Filled by the derived call before the first exchange_headers().
   Header mine_{};
