@@ -20,7 +20,7 @@ class CommunicatorImpl {
     util::leave_to_parent(transport);
   }
 
-  const util::Process process;
+  const util::Process process{};
   std::unique_ptr<Bootstrap> bootstrap;
   std::shared_ptr<transport::Transport> transport;
   core::Topology topology;

@@ -138,6 +138,7 @@ core::BufferLayout arena_of(const BufferConfig& config, int num_ranks) {
   shape.least_staging_bytes = std::max(4 * record, static_cast<size_t>(config.max_topk + 1) * row);
   shape.staging_bytes = staging_bytes_of(config);
   shape.receive_bytes = config.receive_bytes ? config.receive_bytes : default_receive_bytes(config, num_ranks);
+  if (util::env().verify && config.device.kind == DeviceKind::cpu) shape.verified_rows = config.max_tokens_per_rank * num_ranks;
   check_size(shape);
   return core::BufferLayout::of(shape);
 }

@@ -8,6 +8,8 @@
 #include "engine/cpu/block_cache.h"
 #include "engine/cuda/sizes.h"
 #include "transport/cuda.h"
+#include "util/env.h"
+#include "util/log.h"
 
 namespace turnout {
 inline namespace v0 {
@@ -83,6 +85,9 @@ struct Rows {
 
 /// REQUIRES: the steps of the Communicator are this call's.
 void BufferImpl::open_device(const BufferConfig& config, Allocator* allocator) {
+  if (util::env().verify) {
+    util::log_once(util::LogLevel::warn, "TURNOUT_VERIFY=1: calls on GPUs carry no checksums in this version, those on CPUs do (docs/verify.md)");
+  }
   const int num_ranks = communicator_->transport->num_ranks();
   const engine::cuda::Arena arena = engine::cuda::Arena::of(engine::cuda::arena_shape(config, num_ranks));
   auto window = transport::open_device_window(*communicator_->bootstrap, *communicator_->transport, "auto", config.device.index, arena.num_bytes);

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "bootstrap/step_value.h"
+#include "core/bytes.h"
 
 namespace turnout::bootstrap {
 
@@ -25,7 +26,7 @@ std::vector<std::byte> note_of(int num_ranks, uint64_t next_attempt, const std::
 
 uint64_t number_in(const Value& value) {
   uint64_t number = 0;
-  std::memcpy(&number, value.bytes.data(), std::min(value.bytes.size(), sizeof number));
+  core::copy_bytes(&number, value.bytes.data(), std::min(value.bytes.size(), sizeof number));
   return number;
 }
 

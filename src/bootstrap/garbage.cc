@@ -2,11 +2,11 @@
 #include "bootstrap/garbage.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 #include <vector>
 
 #include "bootstrap/step_value.h"
+#include "core/bytes.h"
 
 namespace turnout::bootstrap {
 
@@ -30,7 +30,7 @@ void erase(Store& store, const std::string& prefix, const std::vector<Value>& wo
   for (size_t at = 0; at < words.size(); ++at) {
     const int rank = static_cast<int>(at);
     uint64_t step = 0;
-    std::memcpy(&step, words[at].bytes.data(), std::min(words[at].bytes.size(), sizeof step));
+    core::copy_bytes(&step, words[at].bytes.data(), std::min(words[at].bytes.size(), sizeof step));
     if (step > 0) store.erase(step_key(prefix, step, rank));
     if (step > 1 && words[at].kind == Kind::given_up) store.erase(step_key(prefix, step - 1, rank));
     store.erase(Garbage::word(prefix, rank));

@@ -27,6 +27,7 @@ struct BufferShape {
   size_t least_staging_bytes = 0;  ///< what a ring must hold at once: four of the largest records, or all rows of a token
   size_t staging_bytes = 0;        ///< of one ring; 0: chosen here
   size_t receive_bytes = 0;
+  int64_t verified_rows = -1;  ///< -1: no checksums; else the most rows that a rank receives in a call
 };
 
 /// Byte offsets in the arena, the same on every rank.
@@ -34,9 +35,15 @@ struct BufferLayout {
   static constexpr size_t kPage = 4096;
   static constexpr size_t kNoteBytes = 1024;  ///< why a rank aborted, in words
 
+  // Bytes of a checksum and of what seals the rest of a call (engine/cpu/verify.h), and the least distance of what has one of its own.
+  static constexpr size_t kSumBytes = 16, kSealBytes = 64, kLeastRecord = 64, kLeastRow = 128;
+
   size_t notes, headers, status, rings, receive, num_bytes;
+  size_t seals, ring_sums, row_sums, pull_sums;  ///< the same place if there are no checksums
   size_t header_bytes, ring_bytes, receive_bytes;
   int num_ranks, num_lanes, depth;
+  bool verified;  ///< with checksums
+  size_t verified_rows;
 
   static constexpr BufferLayout of(const BufferShape& s) {
     BufferLayout b{};
@@ -53,6 +60,12 @@ struct BufferLayout {
     b.status = at.take(sizeof(uint64_t));  // not zero: some rank has aborted
     b.rings = at.take(copies * b.ring_bytes, kPage);
     b.receive = at.take(b.receive_bytes, kPage);
+    b.verified = s.verified_rows >= 0;
+    b.verified_rows = b.verified ? static_cast<size_t>(s.verified_rows) : 0;
+    b.seals = at.take(b.verified ? copies * kSealBytes : 0);
+    b.ring_sums = at.take(b.verified ? copies * b.ring_sum_bytes() : 0);
+    b.row_sums = at.take(b.verified ? b.receive_bytes / kLeastRow * kSumBytes : 0);
+    b.pull_sums = at.take(static_cast<size_t>(s.num_lanes) * static_cast<size_t>(s.depth) * b.verified_rows * kSumBytes);
     b.num_bytes = static_cast<size_t>(align_up(static_cast<int64_t>(at.num_bytes), kPage));
     return b;
   }
@@ -61,6 +74,18 @@ struct BufferLayout {
   constexpr size_t note_at(int source) const { return notes + static_cast<size_t>(source) * kNoteBytes; }
   constexpr size_t header_at(int lane, int copy, int source) const { return headers + index(lane, copy, source) * header_bytes; }
   constexpr size_t ring_at(int lane, int copy, int source) const { return rings + index(lane, copy, source) * ring_bytes; }
+
+  // With checksums: of what `source` writes for that call beside its rows; of the record in a slot of its ring; of the row that begins
+  // at `offset` of the arena; of row `row` of this rank, which peers read in place.
+  constexpr size_t seal_at(int lane, int copy, int source) const { return seals + index(lane, copy, source) * kSealBytes; }
+  constexpr size_t ring_sum_at(int lane, int copy, int source, int64_t slot) const {
+    return ring_sums + index(lane, copy, source) * ring_sum_bytes() + static_cast<size_t>(slot) * kSumBytes;
+  }
+  constexpr size_t row_sum_at(size_t offset) const { return row_sums + (offset - receive) / kLeastRow * kSumBytes; }
+  constexpr size_t pull_sum_at(int lane, int copy, int64_t row) const {
+    const size_t call = static_cast<size_t>(lane) * static_cast<size_t>(depth) + static_cast<size_t>(copy);
+    return pull_sums + (call * verified_rows + static_cast<size_t>(row)) * kSumBytes;
+  }
 
   // Signals: one per rank for the abort and one for close(), then six per (lane, copy, source), whose writers do not share a cache line.
   enum Signal : int { kHeader, kRows, kProduced, kSpace, kVerdict, kStopped, kNumSignals };
@@ -74,6 +99,7 @@ struct BufferLayout {
  private:
   static constexpr int kSignalsPerLine = 8;
   static_assert(kNumSignals <= kSignalsPerLine);
+  constexpr size_t ring_sum_bytes() const { return ring_bytes / kLeastRecord * kSumBytes; }
   constexpr int first_signal() const { return static_cast<int>(align_up(2 * num_ranks, kSignalsPerLine)); }
   constexpr size_t index(int lane, int copy, int source) const {
     return (static_cast<size_t>(lane) * static_cast<size_t>(depth) + static_cast<size_t>(copy)) * static_cast<size_t>(num_ranks) +

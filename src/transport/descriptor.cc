@@ -89,6 +89,8 @@ Descriptor make_memory_file(std::string_view label, size_t num_bytes) {
   const std::string name = "turnout-" + std::string(label.substr(0, 200));
   Descriptor file(create(name));
   if (!file) fail("cannot make a memory file", errno);
+  // Nobody finds it but through /proc of its holders, which is their user's alone; should that ever be open to others, the file is not.
+  if (fchmod(file.get(), 0600) != 0) fail("cannot keep a memory file to this user", errno);
   if (resize(file, num_bytes) != 0) fail("cannot size a memory file to " + std::to_string(num_bytes) + " bytes", errno);
   if (fcntl(file.get(), F_ADD_SEALS, kSeals) != 0) fail("cannot seal a memory file", errno);
   return file;

@@ -108,6 +108,8 @@ constexpr EnvVariable kTable[] = {
      [](Env& e, V v) { e.staging_bytes = v.integer<int64_t>(1, int64_t{1} << 46); }, "DEEP_EP_RDMA_CHUNK_SIZE"},
     {"TURNOUT_TUNED_FILE", "path", "turnout/tuned.json in XDG_CONFIG_HOME, else in ~/.config", "Settings that were found best on a machine, for optimization level 2 (docs/tuned.md).",
      [](Env& e, V v) { e.tuned_file = v.text(); }},
+    {"TURNOUT_VERIFY", "0 or 1", "0", "Checksums of headers and rows travel and are compared, and memory that nobody wrote is poison (docs/verify.md). The same on all ranks.",
+     [](Env& e, V v) { e.verify = v.choice({"0", "1"}) == 1; }},
     {"TURNOUT_IB_SL", "0 to 15", "", "Service level of InfiniBand, for transports between hosts; no transport of this version has one.",
      [](Env& e, V v) { e.ib_service_level = v.integer(0, 15); }, "NVSHMEM_IB_SL"},
 };

@@ -28,6 +28,7 @@ struct Env {
   std::string cpu_isa;
   std::string cuda_library, device_transport, device_memory;
   std::string tuned_file;  ///< read by Python
+  bool verify = false;
 };
 
 /// Throws: InvalidArgument naming the variable, its value and what would do.

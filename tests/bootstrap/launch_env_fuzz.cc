@@ -34,6 +34,13 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   };
   util::read_log_level(lookup);
   try {
+    const util::Env env = util::read_env(lookup);
+    if (env.bootstrap_timeout_ms < 1 || env.timeout_ms < 1 || env.busy_timeout_ms < 1 || env.port.value_or(1) < 1) std::abort();
+  } catch (const InvalidArgument& e) {
+    expect_words(e.what());
+  }
+  for (const std::string& line : util::aliases_in_use(lookup)) expect_words(line);
+  try {
     const LaunchInfo info = bootstrap::launch_info(lookup);
     if (info.num_ranks < 1 || info.rank < 0 || info.rank >= info.num_ranks || info.local_rank < 0) std::abort();
     if (info.port < 1 || info.port > 65535 || info.root_address.empty() || info.launcher.empty() || info.job.empty()) std::abort();

@@ -6,6 +6,7 @@
 
 #include "core/bytes.h"
 #include "engine/cpu/mutation.h"
+#include "engine/cpu/sums.h"
 
 namespace turnout::engine {
 
@@ -40,6 +41,8 @@ Call::Call(const std::shared_ptr<Context>& context, int lane, uint64_t epoch, ui
   headers_.resize_for_overwrite(ranks);
   my_rows_.assign(ranks, 0);
   rows_.resize_for_overwrite(ranks * ranks);
+  if (context_->layout.verified) [[unlikely]]
+    sums_.reset(new Sums(ranks));  // NOLINT(cppcoreguidelines-owning-memory): its deleter is not the standard one
 }
 
 void Call::refuse(const Reason& why) {
@@ -89,6 +92,7 @@ void Call::send_header(int peer) {
     util::probe::at(util::probe::Step::copy);
   };
   size_t at = context_->layout.header_at(lane_, copy_, context_->rank);
+  check_address(Region::header, peer, -1, at, context_->layout.header_bytes);
   write(at, &mine_, sizeof mine_);
   at += sizeof mine_;
   write(at, my_rows_.data(), my_rows_.size() * sizeof(int32_t));
@@ -98,6 +102,8 @@ void Call::send_header(int peer) {
     if (!counts.empty()) write(at, counts.data(), counts.size() * sizeof(int32_t));
   }
   write(facts_of(context_->rank), told_, sizeof facts_);
+  if (sums_) [[unlikely]]
+    seal_header(peer);
   raise(peer, BufferLayout::kHeader, epoch_);
   peers_[static_cast<size_t>(peer)].header_sent = true;
   ++num_headers_sent_;
@@ -126,6 +132,8 @@ void Call::take_header(int source) {
       core::copy_bytes(row, bytes + sizeof(Header) + ranks * sizeof(int32_t), own.size() * sizeof(int32_t));
     }
   }
+  if (sums_ && source != context_->rank) [[unlikely]]
+    check_header(source);
   peers_[at].header_seen = true;
   ++num_headers_seen_;
 }

@@ -20,6 +20,7 @@
 #include "engine/cpu/header.h"
 #include "engine/cpu/inline_vector.h"
 #include "engine/cpu/known_facts.h"
+#include "engine/cpu/verify.h"
 
 namespace turnout::engine {
 
@@ -120,11 +121,41 @@ class Call {
   /// Records of this call that `source` has put into its ring here, or that `peer` has taken from ours there.
   int64_t count_of(int source, core::BufferLayout::Signal which) const;
 
+  // verify.h, in call_verify.cc. All but check_address() and put() REQUIRE sums_.
+  struct Sums;
+  struct DropSums {
+    void operator()(Sums* sums) const;
+  };
+  SumKey key(Region region, int source, int destination, int64_t index) const { return {region, lane_, epoch_, source, destination, index}; }
+  /// Stores or puts, as the peer is reached.
+  void put(int peer, size_t offset, const void* data, size_t num_bytes);
+  /// Puts the checksum of a row at `offset` of the peer's arena.
+  void send_sum(int peer, size_t offset, const RowSum& sum);
+  /// Once all rows for `peer` have been put, before the signal that tells so. Again: nothing.
+  void send_total(int peer);
+  RowSum sum_at(size_t offset) const { return *reinterpret_cast<const RowSum*>(context_->local + offset); }
+  /// Counts a row of `source` as taken, for check_total().
+  void count_sum(int source, const RowSum& sum);
+  /// Throws TransportError if the rows taken from `source` are not the `num_rows` that it sent.
+  void check_total(Region region, int source, int64_t num_rows) const;
+  /// Throws TransportError, naming the row, if the sums differ.
+  void check_sum(Region region, int source, int64_t row, const char* part, uint64_t sent, uint64_t found) const {
+    if (sent != found) [[unlikely]]
+      fail_sum(region, source, row, part, sent, found);
+  }
+  /// Throws TransportError if bytes of the arena of `peer` that are about to be written (or read in place) lie outside of their region.
+  /// In builds that check, or with checksums.
+  void check_address(Region region, int peer, int64_t row, size_t offset, size_t num_bytes) const {
+    if (kChecked || sums_) [[unlikely]]
+      check_inside(region, peer, row, offset, num_bytes);
+  }
+
   Context* const context_;
   const int lane_;
   const uint64_t epoch_;
   const int copy_;
   CallFacts facts_;
+  std::unique_ptr<Sums, DropSums> sums_;  ///< null without checksums
 
   // Filled by the derived call before the first exchange_headers().
   Header mine_{};
@@ -136,6 +167,11 @@ class Call {
   size_t facts_of(int source) const { return context_->layout.header_at(lane_, copy_, source) + facts_at(context_->layout.header_bytes); }
   void send_header(int peer);
   void take_header(int source);
+  Hash header_hash(int source, int destination) const { return Hash(key(Region::header, source, destination, -1)); }
+  void seal_header(int peer);
+  void check_header(int source) const;
+  [[noreturn]] void fail_sum(Region region, int source, int64_t row, const char* part, uint64_t sent, uint64_t found) const;
+  void check_inside(Region region, int peer, int64_t row, size_t offset, size_t num_bytes) const;
   /// Throws InvalidArgument, which all ranks do.
   [[noreturn]] void fail_together(const std::string& text);
   std::string where() const { return name() + " (lane " + std::to_string(lane_) + ", epoch " + std::to_string(epoch_) + ")"; }

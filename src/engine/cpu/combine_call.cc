@@ -36,6 +36,8 @@ CombineCall::CombineCall(const std::shared_ptr<Context>& context, int lane, uint
     mine_.pull_offset = static_cast<const std::byte*>(args_.y.data) - context_->local;
     mine_.pull_stride = args_.y.strides[0] * static_cast<int64_t>(size_of(args_.y.dtype));
     my_pull_first_.append(r.recv_begin.data(), ranks);
+    if (sums_) [[unlikely]]
+      seal_pulled_rows();
   } else {
     outgoing_.resize(ranks);
   }
@@ -83,7 +85,9 @@ bool CombineCall::all_pulled() const {
 /// The row that `rank` keeps for this rank's token number `ordinal` on it. REQUIRES: its header says so.
 const std::byte* CombineCall::pulled_row(int rank, int64_t ordinal) const {
   const Header& h = header(rank);
-  return context_->peer(rank) + h.pull_offset + (h.pull_first + ordinal) * h.pull_stride;
+  const int64_t offset = h.pull_offset + (h.pull_first + ordinal) * h.pull_stride;
+  check_address(Region::pulled, rank, ordinal, static_cast<size_t>(offset), wire_bytes_);
+  return context_->peer(rank) + offset;
 }
 
 DType CombineCall::wire_dtype() const {
@@ -124,6 +128,8 @@ bool CombineCall::progress() {
   moved |= send();
   moved |= reduce();
   if (checked_ && next_token_ == routing_->num_tokens && sent() && !consumed_) {
+    if (sums_) [[unlikely]]
+      check_totals();
     consume_all();
     consumed_ = true;
     moved = true;

@@ -87,6 +87,15 @@ class CombineCall final : public Call {
   void add_into(std::byte* out, const TokenTerms& terms) const;
   int make_partials(const TokenTerms& terms, std::vector<RowRef>& rows) const;
 
+  // combine_verify.cc. All REQUIRE sums_.
+  RowSum record_sum(const SumKey& of, const std::byte* record) const;
+  uint64_t pulled_sum(int rank, int64_t ordinal, const std::byte* row) const;
+  void put_checked(int source, int64_t i);
+  void seal_pulled_rows();
+  const Meta* checked(int source, const std::byte* record) const;
+  void check_taken();
+  void check_totals() const;
+
   const CombineArgs& args_;
   std::shared_ptr<const internal::Routing> routing_;
   size_t wire_bytes_ = 0, scale_bytes_ = 0;  ///< of a partial sum

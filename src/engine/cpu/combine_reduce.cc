@@ -34,6 +34,8 @@ const CombineCall::Meta* CombineCall::next_record(int source) const {
   if (!header_seen(source) || stream_ended(source)) return nullptr;
   if (count_of(source, BufferLayout::kProduced) <= taken_[at]) return nullptr;
   const size_t offset = context_->layout.ring_at(lane_, copy_, source) + static_cast<size_t>(taken_[at] % slots_) * record_bytes_;
+  if (sums_) [[unlikely]]
+    return checked(source, context_->local + offset);
   return reinterpret_cast<const Meta*>(context_->local + offset);
 }
 
@@ -56,6 +58,8 @@ bool CombineCall::reduce() {
     }
   });
   next_token_ += n;
+  if (sums_) [[unlikely]]
+    check_taken();
   for (int source = 0; source < context_->num_ranks; ++source) {
     const auto at = static_cast<size_t>(source);
     if (taken_[at] == released_[at]) continue;

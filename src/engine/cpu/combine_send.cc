@@ -36,7 +36,10 @@ bool CombineCall::send_to(int source) {
     thread_local std::vector<std::byte> assembled;
     for (int64_t i = first + from; i < first + to; ++i) {
       const size_t offset = ring + static_cast<size_t>(i % slots_) * record_bytes_;
-      if (there) {
+      check_address(Region::ring, source, i, offset, record_bytes_);
+      if (sums_) [[unlikely]] {
+        put_checked(source, i);
+      } else if (there) {
         write_record(source, i, there + offset);
       } else {
         assembled.assign(record_bytes_, std::byte{0});
@@ -47,6 +50,8 @@ bool CombineCall::send_to(int source) {
   });
   next += batch;
   sends_left_ -= batch;
+  if (sums_ && next == count) [[unlikely]]
+    send_total(source);
   raise(source, BufferLayout::kProduced, progress_value(epoch_, static_cast<uint64_t>(next)));
   return true;
 }

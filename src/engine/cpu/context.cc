@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "engine/cpu/verify.h"
 #include "util/log.h"
 
 namespace turnout::engine {
@@ -51,12 +52,14 @@ Note to_note(const Abort& why) {
   return note;
 }
 
+/// What a peer wrote, taken with care: bytes that are no note still make an Abort.
 Abort from_note(const Note& note, int rank) {
-  Abort why{note.kind, "rank " + std::to_string(rank) + " aborted: " + read(note.text), {}};
+  const bool is_kind = note.kind >= Abort::Kind::timeout && note.kind <= Abort::Kind::invalid_argument;
+  Abort why{is_kind ? note.kind : Abort::Kind::peer_failed, "rank " + std::to_string(rank) + " aborted: " + read(note.text), {}};
   WaitRecord& r = why.record;
   r.rank = rank;
   r.lane = note.lane;
-  r.peers.assign(note.peers, note.peers + note.num_peers);
+  r.peers.assign(note.peers, note.peers + std::clamp(note.num_peers, 0, static_cast<int32_t>(Note::kMostPeers)));
   r.epoch = note.epoch;
   r.expected = note.expected;
   r.seen = note.seen;
@@ -73,6 +76,12 @@ PerRank<std::byte*> peers_of(transport::Window& window, int num_ranks) {
 }
 
 }  // namespace
+
+Abort abort_of_note(const std::byte* bytes, int rank) {
+  Note note;
+  std::memcpy(&note, bytes, sizeof note);
+  return from_note(note, rank);
+}
 
 Context::Context(std::shared_ptr<transport::Transport> transport_, std::unique_ptr<transport::Window> window_, const core::BufferLayout& layout_,
                  core::Topology topology_, const BufferConfig& config_, Allocator* allocator_)
@@ -94,6 +103,7 @@ Context::Context(std::shared_ptr<transport::Transport> transport_, std::unique_p
       abort_seen_(static_cast<size_t>(num_ranks)) {
   experts = std::make_shared<const core::ExpertMap>(config.expert_to_rank.empty() ? core::ExpertMap::split(config.num_experts, num_ranks)
                                                                                   : core::ExpertMap::of(config.expert_to_rank, num_ranks));
+  if (layout.verified) poison(local + layout.receive, layout.receive_bytes);
 }
 
 void Context::count_fresh_result(size_t num_bytes) {
@@ -143,9 +153,7 @@ void Context::check_abort() {
     if (read(layout.abort_signal(peer)) <= abort_seen_[static_cast<size_t>(peer)].load(std::memory_order_relaxed)) continue;
     std::lock_guard lock(abort_mutex_);
     if (status.load(std::memory_order_relaxed) == 0) {
-      Note note;
-      std::memcpy(&note, local + layout.note_at(peer), sizeof note);
-      abort_ = from_note(note, peer);
+      abort_ = abort_of_note(local + layout.note_at(peer), peer);
       status.store(2, std::memory_order_release);
       set_status_word(local, 1);
     }
@@ -167,8 +175,13 @@ void Context::throw_abort() {
 
 void Context::retire(const BlockPool::Block& block) {
   std::lock_guard lock(abort_mutex_);
-  if (status.load(std::memory_order_relaxed) == 0) pool.give_back(block);
+  if (status.load(std::memory_order_relaxed) == 0) give_back(block);
   else retired_.push_back(block);
+}
+
+void Context::give_back(const BlockPool::Block& block) {
+  if (layout.verified) poison(local + block.offset, block.num_bytes);
+  pool.give_back(block);
 }
 
 void Context::announce_close() noexcept {
@@ -183,7 +196,7 @@ void Context::announce_close() noexcept {
 
 void Context::forget_abort() {
   std::lock_guard lock(abort_mutex_);
-  for (const BlockPool::Block& block : retired_) pool.give_back(block);
+  for (const BlockPool::Block& block : retired_) give_back(block);
   retired_.clear();
   for (int peer = 0; peer < num_ranks; ++peer) {
     abort_seen_[static_cast<size_t>(peer)].store(read(layout.abort_signal(peer)), std::memory_order_relaxed);

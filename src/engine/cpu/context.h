@@ -19,6 +19,7 @@
 #include "engine/cpu/page_pool.h"
 #include "engine/cpu/rows.h"
 #include "engine/cpu/thread_pool.h"
+#include "engine/cpu/verify.h"
 #include "transport/transport.h"
 #include "turnout/buffer.h"
 #include "util/probe.h"
@@ -33,6 +34,9 @@ struct Abort {
   std::string text;
   WaitRecord record;
 };
+
+/// What `rank` wrote into its note here (BufferLayout::kNoteBytes).
+Abort abort_of_note(const std::byte* bytes, int rank);
 
 struct Context : std::enable_shared_from_this<Context> {
   Context(std::shared_ptr<transport::Transport> transport, std::unique_ptr<transport::Window> window, const core::BufferLayout& layout,
@@ -94,6 +98,8 @@ struct Context : std::enable_shared_from_this<Context> {
   void check_abort();
   /// Keeps a block of a failed call, into which peers may still write, out of the pool until recover(), when all have left theirs.
   void retire(const BlockPool::Block& block);
+  /// Of a lease that nobody uses any more.
+  void give_back(const BlockPool::Block& block);
   /// Tells the peers that this rank makes no call any more. Never throws, never waits.
   void announce_close() noexcept;
   /// Of this rank, in new routings.
@@ -145,7 +151,10 @@ class ResultMemory {
     } catch (const std::bad_alloc&) {
       // Told below, as what returns null is.
     }
-    if (data_) return;
+    if (data_) {
+      if (context_->layout.verified) poison(data_, num_bytes_);
+      return;
+    }
     throw TransportError("no memory for " + std::to_string(num_bytes) +
                          " bytes of a result: give a smaller capacity, call with fewer tokens, release results, or "
                          "raise receive_bytes, where leases lie");
@@ -154,8 +163,12 @@ class ResultMemory {
   ResultMemory& operator=(const ResultMemory&) = delete;
   ~ResultMemory() {
     if (is_retired_) return;
-    if (is_lease_) context_->pool.give_back(lease_);
-    else context_->allocator->deallocate(data_, num_bytes_);
+    if (is_lease_) {
+      context_->give_back(lease_);
+      return;
+    }
+    if (context_->layout.verified) poison(data_, num_bytes_);
+    context_->allocator->deallocate(data_, num_bytes_);
   }
   std::byte* data() const { return data_; }
   bool is_lease() const { return is_lease_; }

@@ -143,6 +143,8 @@ void DispatchCall::give_up() noexcept {
 /// Everything is here: what came beside the rows, the groups, the padding.
 void DispatchCall::finish() {
   const int me = context_->rank;
+  if (sums_) [[unlikely]]
+    check_totals();
   if (fresh_) {
     Routing& r = *fresh_;
     const auto topk = static_cast<size_t>(r.num_topk);

@@ -107,6 +107,22 @@ class DispatchCall final : public Call {
   void zero_padding() const;
   static void finish_routing(internal::Routing& r, int rank);
 
+  // dispatch_verify.cc. All REQUIRE sums_.
+  /// Where the parts of a row lie.
+  struct Parts {
+    const std::byte *x, *scales;
+    PerSide<const std::byte*> side;
+  };
+  Parts parts_of_token(int64_t token) const;
+  Parts parts_at(int64_t position) const;
+  uint64_t data_sum(const SumKey& of, const Parts& parts) const;
+  uint64_t meta_sum(const SumKey& of, const void* idx, const void* weights) const;
+  RowSum sum_of_token(int peer, Region region, int64_t i, int64_t token) const;
+  void check_records(int source, int64_t first, int64_t end);
+  void check_block(int source, int64_t first, int64_t end);
+  void check_placed(int source, int64_t first, int64_t end) const;
+  void check_totals() const;
+
   const DispatchArgs& args_;
   RowFormat format_;
   std::shared_ptr<internal::Routing> fresh_;

@@ -175,6 +175,8 @@ bool DispatchCall::receive() {
       case Path::direct: {
         const int64_t there = std::min(admitted(source, me), count_of(source, BufferLayout::kRows));
         if (there <= received_[at]) break;
+        if (sums_) [[unlikely]]
+          check_block(source, received_[at], there);
         rows_left_ -= there - received_[at];
         received_[at] = there;
         std::atomic_ref(arrived_[at]).store(there, std::memory_order_release);
@@ -199,6 +201,8 @@ bool DispatchCall::receive_from(int source, int64_t available) {
   const int64_t base = routing().recv_begin[at];
   auto record_of = [&](int64_t i) { return ring + static_cast<size_t>(i % slots) * format_.record_bytes; };
   auto token_of = [&](int64_t i) { return static_cast<int64_t>(r.send_tokens[static_cast<size_t>(r.send_begin[at] + i)]); };
+  if (sums_ && !own) [[unlikely]]
+    check_records(source, first, available);
   if (fresh_) {
     int32_t idx[kMaxTopk];
     float weights[kMaxTopk];
@@ -237,6 +241,8 @@ bool DispatchCall::receive_from(int source, int64_t available) {
       }
     }
   });
+  if (sums_ && !held_) [[unlikely]]
+    check_placed(source, first, end);
   received_[at] = available;
   rows_left_ -= available - first;
   std::atomic_ref(arrived_[at]).store(std::min(available, admitted_here), std::memory_order_release);
@@ -330,6 +336,8 @@ void DispatchCall::settle_held() {
       if (!own && format_.scale_bytes) row.scales = record + format_.scales_at;
       lay_out(row);
     }
+    if (sums_) [[unlikely]]
+      check_placed(source, 0, r.recv_begin[at + 1] - r.recv_begin[at]);
   }
   held_memory_.reset();
 }

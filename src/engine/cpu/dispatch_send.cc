@@ -150,6 +150,8 @@ bool DispatchCall::send_direct() {
   next_token_ = end;
   for (int peer : peers) {
     const int64_t there = std::min(next_[static_cast<size_t>(peer)], targets_[static_cast<size_t>(peer)].admitted);
+    if (sums_ && next_[static_cast<size_t>(peer)] >= my_rows_[static_cast<size_t>(peer)]) [[unlikely]]
+      send_total(peer);
     raise(peer, BufferLayout::kRows, progress_value(epoch_, static_cast<uint64_t>(there)));
   }
   return true;
@@ -175,6 +177,8 @@ bool DispatchCall::send_stream(int peer) {
   });
   next += batch;
   sends_left_ -= batch;
+  if (sums_ && next == count) [[unlikely]]
+    send_total(peer);
   raise(peer, BufferLayout::kProduced, progress_value(epoch_, static_cast<uint64_t>(next)));
   return true;
 }
@@ -206,6 +210,7 @@ void DispatchCall::fill_meta(int peer, int64_t token, int32_t* idx, float* weigh
 void DispatchCall::write_record(int peer, int64_t i, int64_t token) {
   const auto slots = static_cast<int64_t>(context_->layout.ring_bytes / format_.record_bytes);
   const size_t offset = context_->layout.ring_at(lane_, copy_, context_->rank) + static_cast<size_t>(i % slots) * format_.record_bytes;
+  check_address(Region::ring, peer, i, offset, format_.record_bytes);
   std::byte* there = context_->peer(peer);
   std::byte* record = there ? there + offset : nullptr;
   if (!record) {
@@ -224,13 +229,17 @@ void DispatchCall::write_record(int peer, int64_t i, int64_t token) {
   if (scales) std::memcpy(record + format_.scales_at, scales, format_.scale_bytes);
   for (size_t s = 0; s < args_.side.size(); ++s) core::copy_bytes(record + format_.side_at[s], args_.side[s].row(token), format_.side_bytes[s]);
   if (!there) context_->window->put(peer, offset, record, format_.record_bytes);
+  if (sums_) [[unlikely]]
+    send_sum(peer, context_->layout.ring_sum_at(lane_, copy_, context_->rank, i % slots), sum_of_token(peer, Region::ring, i, token));
 }
 
 void DispatchCall::write_direct(int peer, int64_t row, int64_t token) {
   const Target& target = targets_[static_cast<size_t>(peer)];
   const auto at = static_cast<size_t>(row);
   std::byte* there = context_->peer(peer);
+  check_address(Region::block, peer, row, target.x + at * format_.x_stride, format_.x_bytes);
   auto write = [&](size_t offset, const void* data, size_t bytes) {
+    check_address(Region::block, peer, row, offset, bytes);
     if (there) core::copy_bytes(there + offset, data, bytes);
     else context_->window->put(peer, offset, data, bytes);
   };
@@ -252,6 +261,10 @@ void DispatchCall::write_direct(int peer, int64_t row, int64_t token) {
     fill_meta(peer, token, idx, format_.weight_bytes ? weights : nullptr);
     write(target.topk_idx + at * format_.idx_bytes, idx, format_.idx_bytes);
     if (format_.weight_bytes) write(target.topk_weights + at * format_.weight_bytes, weights, format_.weight_bytes);
+  }
+  if (sums_) [[unlikely]] {
+    const size_t sum_at = context_->layout.row_sum_at(target.x + at * format_.x_stride);
+    send_sum(peer, sum_at, sum_of_token(peer, Region::block, row - target.first_row, token));
   }
 }
 
