@@ -188,6 +188,50 @@ TEST_P(LowLatency, KnownRoutingsAndSeveralCallsInFlight) {
   });
 }
 
+// The last rank comes when all the others have sent two calls and their multiprocessors are the user's again.
+TEST_P(LowLatency, ADeferredSendWaitsForNobody) {
+  run(330, 336, limits(), [](OnRank& on, Communicator& comm) {
+    Buffer buffer(comm, on.config());
+    const DispatchResult first = buffer.dispatch(on.arguments.dispatch);
+    on.expect(first);
+    DispatchArgs args = on.arguments.dispatch, again = args;
+    args.receive = again.receive = Receive::deferred;
+    again.handle = &first.handle;
+    again.topk_idx = again.topk_weights = TensorView();
+    const bool is_late = on.rank == comm.num_ranks() - 1;
+    for (int turn = 0; turn < 3; ++turn) {
+      if (is_late) comm.barrier();
+      PendingDispatch one = buffer.dispatch_async(args), two = buffer.dispatch_async(again);
+      on.place.finish();
+      buffer.check();
+      if (!is_late) comm.barrier();
+      const DispatchResult late = two.wait();
+      const DispatchResult early = one.wait();
+      on.expect(late);
+      on.expect(early);
+      on.expect(buffer.combine(on.back(early.handle, Mode::low_latency)));
+    }
+    buffer.check();
+  });
+}
+
+TEST_P(LowLatency, ADeferredCallThatIsRefusedFailsAtItsWait) {
+  if (GetParam().num_ranks == 1) GTEST_SKIP() << "nobody to disagree with";
+  run(340, 342, limits(), [](OnRank& on, Communicator& comm) {
+    Buffer buffer(comm, on.config());
+    DispatchArgs args = on.arguments.dispatch;
+    if (on.rank == 0) args.capacity = *args.capacity + 1;
+    const auto call = [&] {
+      buffer.dispatch_async(args).wait();
+      on.place.finish();
+      buffer.check();
+    };
+    EXPECT_THROW(call(), InvalidArgument);
+    comm.barrier();
+    on.expect_round(buffer);
+  });
+}
+
 TEST_P(LowLatency, RowsWithoutAlignmentOnOneRank) {
   RandomLimits l = limits();
   l.dtypes = {DType::bf16};

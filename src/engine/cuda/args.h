@@ -65,7 +65,7 @@ struct LaneControl {
   uint32_t epoch[kMaxChannels] = {};
   /// Tickets of a copy: a kernel of the call before zeroes them.
   static constexpr int kNumTickets = 16;
-  static constexpr int kMostCopies = 65;            ///< max_outstanding is at most 64
+  static constexpr int kMostCopies = 128;           ///< max_outstanding is at most 64
   uint32_t tickets[kMostCopies][kNumTickets] = {};  ///< [copy]
   uint32_t failed = 0;                              ///< epoch of the last call that was refused or that ranks disagreed about: its kernels do nothing
   uint32_t failed_of[kMostCopies] = {};             ///< [copy] the same, for calls that receive after later ones have been issued
@@ -202,6 +202,9 @@ struct DispatchArgs {
   /// could keep out, for as long as a peer is late, what the peer waits for (a collective of another library, say).
   /// In low_latency mode: the one kernel may start while that before it in the stream ends, and waits for it before it reads anything.
   bool chained = false;
+  /// In low_latency mode: the parts of the call that this kernel does. One that only sends waits for nobody and sends own rows, too, to
+  /// staging of its own; that which receives, later, takes them from there.
+  bool sends = true, receives = true;
   static constexpr int kFewBlocks = 32;
   Layout layout = Layout::rank_major;
   int64_t capacity = -1;  ///< of the layout; -1: exact

@@ -147,8 +147,8 @@ void PendingCall::stay_open() {
   is_open_ = true;
 }
 
-/// A copy of staging belongs to every max_outstanding + 1st call. Peers start call n only when this rank has sent its part of call n - 1,
-/// so before that this rank must have received call n - max_outstanding - 1, in whatever order the caller waits. `num_calls` are about to be issued.
+/// Copies of staging are given out again (arena_shape() says when), so before call n this rank must have received call n - max_outstanding, in
+/// whatever order the caller waits. `num_calls` are about to be issued.
 void Engine::receive_earlier(int lane, cudaStream_t stream, int64_t num_calls) {
   LaneState& state = lanes_[static_cast<size_t>(lane)];
   const std::vector<PendingCall*> open = state.open;
@@ -175,6 +175,8 @@ void PendingCall::receive() {
     check(cudaStreamWaitEvent(stream, received, 0), "cudaStreamWaitEvent");
     cudaEventDestroy(received);
     received = nullptr;
+  } else if (ll_blocks > 0) {
+    check(launch_ll_dispatch(dispatch, ll_blocks, stream), "low_latency dispatch kernel");
   } else if (is_dispatch) {
     if (!dispatch.cached) check(launch_admit(dispatch, engine_->blocks(32), stream), "admit kernel");
     check(launch_move(dispatch, false, true, engine_->blocks(dispatch.move_blocks), stream), "move kernel");

@@ -336,7 +336,8 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
   a = dispatch_args(args, facts, routing);
   if (is_low_latency(a)) {
     const bool counts_arrivals = args.receive == Receive::resident && !receive_now;
-    dispatch_low_latency(args, *pending, std::static_pointer_cast<const RoutingMemory>(cached), counts_arrivals);
+    dispatch_low_latency(args, *pending, std::static_pointer_cast<const RoutingMemory>(cached), counts_arrivals,
+                         receive_now || args.receive != Receive::deferred);
     return pending;
   }
   const int plan_blocks = blocks(args.num_sms > 0 ? args.num_sms : kMaxChunks);

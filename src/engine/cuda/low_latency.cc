@@ -39,7 +39,7 @@ bool Engine::is_low_latency(const CombineArgs& a) const {
 }
 
 void Engine::dispatch_low_latency(const turnout::DispatchArgs& args, PendingCall& call, std::shared_ptr<const RoutingMemory> cached,
-                                  bool counts_arrivals) {
+                                  bool counts_arrivals, bool receives_now) {
   const cudaStream_t stream = call.stream;
   DispatchArgs& a = call.dispatch;
   if (cached) {
@@ -67,11 +67,17 @@ void Engine::dispatch_low_latency(const turnout::DispatchArgs& args, PendingCall
   }
   a.common.last_of_send = true;
   a.chained = has_bulk() && sharers_ == 1;
-  const int grid = blocks(args.num_sms > 0 ? args.num_sms : ll_dispatch_blocks(a, num_sms_));
-  check(launch_ll_dispatch(a, grid, stream), "low_latency dispatch kernel");
+  a.receives = receives_now;
+  call.ll_blocks = blocks(args.num_sms > 0 ? args.num_sms : ll_dispatch_blocks(a, num_sms_));
+  check(launch_ll_dispatch(a, call.ll_blocks, stream), "low_latency dispatch kernel");
   LaneState& lane = lanes_[static_cast<size_t>(call.lane)];
   ++lane.outstanding;
   call.epoch = ++lane.num_sends;
+  call.receives_now = receives_now;
+  if (receives_now) return;
+  a.common.last_of_send = a.sends = false;
+  a.receives = true;
+  call.stay_open();
 }
 
 void Engine::combine_low_latency(const turnout::CombineArgs& args, PendingCall& call) {

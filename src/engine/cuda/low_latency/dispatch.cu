@@ -117,6 +117,16 @@ __device__ __forceinline__ void count_arrivals(const auto& w) {
   }
 }
 
+/// What this rank told when it sent. The map of experts may be another by now.
+__device__ void read_facts(const Common& c, Call call, FactWords* facts) {
+#pragma unroll 1
+  for (int i = thread(); i < FactWords::kNum; i += num_threads()) {
+    const uint4 word = load_word(header_words(c, call, c.team.rank) + i / kWordPayload);
+    facts->words[i] = i % kWordPayload == 0 ? word.x : i % kWordPayload == 1 ? word.y : word.z;
+  }
+  __syncthreads();
+}
+
 /// A call that failed says that it brought nothing.
 __device__ void clear_counts(const DispatchArgs& a) {
 #pragma unroll 1
@@ -144,10 +154,10 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   const int first_owner = thread() < c.num_experts ? __ldg(c.owner + thread()) : 0,
             first_local = thread() < c.num_experts ? __ldg(c.local + thread()) : 0;
   Early early{};
-  const bool some = worker >= 0 && worker < a.num_tokens;
+  const bool some = a.sends && worker >= 0 && worker < a.num_tokens;
   early.is_there = kPlain && some;
   if constexpr (kPlain) {
-    if (!a.cached) {
+    if (!a.cached && a.sends) {
       early.mine = ask_entries(a, worker, some);
       early.other = ask_entries(a, thread(), thread() < (block() == 0 ? static_cast<int>(a.num_tokens) : some ? worker : 0));
       if (some) early.weight = weight_of(a, static_cast<int64_t>(worker) * a.num_topk + min(lane_id(), a.num_topk - 1));
@@ -157,9 +167,9 @@ __global__ void __launch_bounds__(kMostThreads, 1)
 #pragma unroll
     for (int j = 0; j < 2; ++j) early.x[j] = load_stream_if(early.is_there && thread() + j * num_threads() < num, x + thread() + j * num_threads());
     if (some && !a.cached) clear_places(a, &token, meta_of(a, f, memory), &own_place[0]);
-    if (block() == 0 && !a.cached) clear_counters(a, t);
+    if (block() == 0 && !a.cached && a.sends) clear_counters(a, t);
   }
-  const Start start = start_of(c, asked);
+  const Start start = a.sends ? start_of(c, asked) : start_of_receive(c);
   const Call call = start.call;
 #pragma unroll 1
   for (int e = thread(); e < c.num_experts; e += num_threads()) {
@@ -174,23 +184,27 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   if (!__syncthreads_or(start.over || (a.cached && is_broken(a.routing)))) {
     const HeaderItems items(a);
     uint4 seen{};
-    send_for_all(
-        c, call.epoch,
-        [&](int b) {
-          if (b == 0) send_counts<kPlain>(a, t, call, early, kPlain && b == block() && !a.cached, &facts);
-          return worker_of(b) >= 0 ? send_tokens<kPlain>(w, worker_of(b), early, own_place, b == block()) : have_started(c, call.epoch);
-        },
-        [&] {
-          if (!a.cached) seen = items.peek(c, call, thread());
-        });
-    bool good = a.cached ? load_known(w) : gather_counts(a, call, t, &admission, items, seen) && admit(a, call, f, t, &admission);
-    if (good && worker >= 0) {
-      lay_out_own<kPlain>(w, early, own_place);
+    if (a.sends)
+      send_for_all(
+          c, call.epoch,
+          [&](int b) {
+            if (b == 0) send_counts<kPlain>(a, t, call, early, kPlain && b == block() && !a.cached, &facts);
+            return worker_of(b) >= 0 ? send_tokens<kPlain>(w, worker_of(b), early, own_place, b == block()) : have_started(c, call.epoch);
+          },
+          [&] {
+            if (!a.cached && a.receives) seen = items.peek(c, call, thread());
+          },
+          a.receives);
+    bool good = true;
+    if (a.receives) good = a.cached ? load_known(w) : gather_counts(a, call, t, &admission, items, seen) && admit(a, call, f, t, &admission);
+    if (a.receives && good && worker >= 0) {
+      if (a.sends) lay_out_own<kPlain>(w, early, own_place);
       good = receive_rows<kPlain>(w);
       if (good) fill_rest(w);
     }
     // Last, since rows are waited for by others of this block.
-    if (block() == 0) good = publish(a, call, t, admission, &facts) && good && !is_over(c, call);
+    if (block() == 0 && !a.sends) read_facts(c, call, &facts);
+    if (block() == 0 && a.receives) good = publish(a, call, t, admission, &facts) && good && !is_over(c, call);
     if (!good && !a.cached) clear_counts(a);
     bulk_finish();
     if (good && a.arrived) count_arrivals(w);

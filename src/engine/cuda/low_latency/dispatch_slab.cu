@@ -204,7 +204,7 @@ int counters_for(const DispatchArgs& a) { return static_cast<int>(a.num_tokens <
 }  // namespace
 
 bool can_dispatch_slab(const DispatchArgs& a, int blocks) {
-  const bool is_slab = a.layout == SlabArgs::layout && !a.cached && !a.arrived && a.num_side == 0 && a.common.last_of_send;
+  const bool is_slab = a.sends && a.receives && a.layout == SlabArgs::layout && !a.cached && !a.arrived && a.num_side == 0 && a.common.last_of_send;
   const bool is_usual = a.num_topk == SlabArgs::num_topk && a.dtype == SlabArgs::dtype && a.quantize == SlabArgs::quantize && a.has_weights &&
                         !a.weights_are_bf16 && reinterpret_cast<uintptr_t>(a.topk_idx) % 16 == 0;
   return is_slab && is_usual && a.num_tokens < blocks && a.num_tokens <= kMostCounters && builders_for(a) <= kMostBuilders && a.hidden % kChunk == 0;

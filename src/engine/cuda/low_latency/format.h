@@ -24,6 +24,7 @@ struct SlabArgs : DispatchArgs {
   static constexpr Quantize quantize = Quantize::fp8_e4m3;
   static constexpr Layout layout = Layout::expert_slab;
   static constexpr int64_t* arrived = nullptr;
+  static constexpr bool sends = true, receives = true;
 };
 
 /// The same of a combine: rows of a slab, plain sums of eight entries.

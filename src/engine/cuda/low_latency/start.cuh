@@ -134,6 +134,13 @@ __device__ __forceinline__ Start start_of(const Common& c, const Asked& asked) {
   return start_of(c, c.lane_control, static_cast<uint32_t>(c.arena.depth), asked);
 }
 
+/// The same for a kernel that only receives, maybe behind later calls: words of the lane that those use stay as they are.
+__device__ __forceinline__ Start start_of_receive(const Common& c) {
+  const Call call = call_of(c);
+  clear_expired();
+  return {call, is_over(c, call)};
+}
+
 /// Whether this thread's block does the sending part of block `b`, which has not started; of all that could, one does. Where few SMs are
 /// free a call would otherwise be sent once by every block.
 __device__ __forceinline__ bool take_over(const Common& c, int b, uint32_t epoch) { return atomicExch(&c.lane_control->started[b], epoch) != epoch; }
@@ -179,16 +186,16 @@ __device__ __forceinline__ bool have_started_soon(const Common& c, uint32_t epoc
 }
 /// For a block: calls `send(b)` for itself and then for those that have not started. It may say what have_started() said some time
 /// after its start, so that the answer needs not be waited for. `meanwhile()` asks for what comes next. One loop, so that the code of
-/// sending is there once.
+/// sending is there once. Not `waits`: nobody is waited for afterwards, so each block does its own part.
 template <class Send, class Meanwhile>
-__device__ __forceinline__ void send_for_all(const Common& c, uint32_t epoch, Send send, Meanwhile meanwhile) {
+__device__ __forceinline__ void send_for_all(const Common& c, uint32_t epoch, Send send, Meanwhile meanwhile, bool waits = true) {
   int next = 0;
 #pragma unroll 1
   for (int b = block();;) {
     const bool all = send(b);
     if (b == block()) {
       meanwhile();
-      if (!__syncthreads_or(!all)) return;
+      if (!waits || !__syncthreads_or(!all)) return;
       __shared__ int found;
       if (warp_id() == 0) {
         const int unstarted = next_unstarted(c, epoch, 0, true);

@@ -171,7 +171,7 @@ __device__ __noinline__ inline bool walk(const DispatchArgs& a, Call call, RowFo
                                          int64_t capacity) {
   const Common& c = a.common;
   const int topk = a.num_topk;
-  const bool own = s == c.team.rank;
+  const bool own = s == c.team.rank && a.sends;
   const auto units = own ? static_cast<int>(a.num_tokens) : most_rows;
   __shared__ bool done;
   int row = 0;  // of thread 0
