@@ -215,6 +215,22 @@ TEST_P(LowLatency, ADeferredSendWaitsForNobody) {
   });
 }
 
+// Whoever receives looks where the experts of a row are: those of a call that has been sent stay where they were.
+TEST_P(LowLatency, ADeferredCallKeepsTheMapThatItWasSentWith) {
+  run(350, 354, limits(), [](OnRank& on, Communicator& comm) {
+    Buffer buffer(comm, on.config());
+    DispatchArgs args = on.arguments.dispatch;
+    args.receive = Receive::deferred;
+    std::vector<int> moved;
+    for (const int owner : on.known.p.expert_to_rank) moved.push_back((owner + 1) % comm.num_ranks());
+    PendingDispatch sent = buffer.dispatch_async(args);
+    buffer.set_expert_to_rank(moved);
+    on.expect(sent.wait());
+    buffer.set_expert_to_rank(on.known.p.expert_to_rank);
+    on.expect_round(buffer);
+  });
+}
+
 TEST_P(LowLatency, ADeferredCallThatIsRefusedFailsAtItsWait) {
   if (GetParam().num_ranks == 1) GTEST_SKIP() << "nobody to disagree with";
   run(340, 342, limits(), [](OnRank& on, Communicator& comm) {

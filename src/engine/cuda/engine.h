@@ -189,6 +189,7 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
   void add_receive_side(RoutingMemory& r, int64_t block_rows, int64_t result_rows, int num_topk, bool has_weights, Layout layout, int64_t slot_rows,
                         OnStream on) const;
   DispatchArgs dispatch_args(const turnout::DispatchArgs& args, const CallFacts& facts, const RoutingFacts& routing) const;
+  void receive_with_this_map();
   bool is_low_latency(const DispatchArgs& a) const;
   bool is_low_latency(const CombineArgs& a) const;
   void dispatch_low_latency(const turnout::DispatchArgs& args, PendingCall& call, std::shared_ptr<const RoutingMemory> cached, bool counts_arrivals,

@@ -80,6 +80,16 @@ void Engine::dispatch_low_latency(const turnout::DispatchArgs& args, PendingCall
   call.stay_open();
 }
 
+/// Rows of low_latency calls say which experts they are for, and their receiver looks where those are.
+void Engine::receive_with_this_map() {
+  for (const LaneState& lane : lanes_) {
+    const std::vector<PendingCall*> open = lane.open;
+    for (PendingCall* call : open) {
+      if (call->ll_blocks > 0) call->receive();
+    }
+  }
+}
+
 void Engine::combine_low_latency(const turnout::CombineArgs& args, PendingCall& call) {
   CombineArgs& a = call.combine;
   a.chained = has_bulk() && sharers_ == 1;
