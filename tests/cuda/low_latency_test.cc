@@ -188,7 +188,7 @@ TEST_P(LowLatency, KnownRoutingsAndSeveralCallsInFlight) {
   });
 }
 
-// The last rank comes when all the others have sent two calls and their multiprocessors are the user's again.
+// The last rank comes when all the others have sent two calls and their multiprocessors are the user's again: two dispatches, then two combines.
 TEST_P(LowLatency, ADeferredSendWaitsForNobody) {
   run(330, 336, limits(), [](OnRank& on, Communicator& comm) {
     Buffer buffer(comm, on.config());
@@ -209,7 +209,14 @@ TEST_P(LowLatency, ADeferredSendWaitsForNobody) {
       const DispatchResult early = one.wait();
       on.expect(late);
       on.expect(early);
-      on.expect(buffer.combine(on.back(early.handle, Mode::low_latency)));
+      if (is_late) comm.barrier();
+      PendingCombine home = buffer.combine_async(on.back(early.handle, Mode::low_latency));
+      PendingCombine other = buffer.combine_async(on.back(late.handle, Mode::low_latency));
+      on.place.finish();
+      buffer.check();
+      if (!is_late) comm.barrier();
+      on.expect(other.wait());
+      on.expect(home.wait());
     }
     buffer.check();
   });

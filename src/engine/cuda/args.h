@@ -353,6 +353,8 @@ struct CombineArgs {
   int64_t capacity = -1;
   int64_t num_tokens = 0;
   int num_topk = 0;
+  /// In low_latency mode: the parts of the call that this kernel does, as in DispatchArgs. Own rows are added by that which receives.
+  bool sends = true, receives = true;
   std::byte* out = nullptr;  ///< [T] rows
   int64_t out_stride = 0;
   float* out_side = nullptr;    ///< [T, K] or null

@@ -104,7 +104,7 @@ std::unique_ptr<DevicePending> Engine::combine(const turnout::CombineArgs& args,
   a.node_of_rank = topology_.num_nodes() > 1 ? node_of_rank_ : nullptr;
   shape_record(a);
   if (is_low_latency(a)) {
-    combine_low_latency(args, *pending);
+    combine_low_latency(args, *pending, receive_now);
     return pending;
   }
   // Room for what may come back: known for exact size, else each token from as many ranks as it can have gone to.
@@ -176,7 +176,8 @@ void PendingCall::receive() {
     cudaEventDestroy(received);
     received = nullptr;
   } else if (ll_blocks > 0) {
-    check(launch_ll_dispatch(dispatch, ll_blocks, stream), "low_latency dispatch kernel");
+    if (is_dispatch) check(launch_ll_dispatch(dispatch, ll_blocks, stream), "low_latency dispatch kernel");
+    else check(launch_ll_combine(combine, ll_blocks, stream), "low_latency combine kernel");
   } else if (is_dispatch) {
     if (!dispatch.cached) check(launch_admit(dispatch, engine_->blocks(32), stream), "admit kernel");
     check(launch_move(dispatch, false, true, engine_->blocks(dispatch.move_blocks), stream), "move kernel");

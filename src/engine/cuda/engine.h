@@ -194,7 +194,7 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
   bool is_low_latency(const CombineArgs& a) const;
   void dispatch_low_latency(const turnout::DispatchArgs& args, PendingCall& call, std::shared_ptr<const RoutingMemory> cached, bool counts_arrivals,
                             bool receives_now);
-  void combine_low_latency(const turnout::CombineArgs& args, PendingCall& call);
+  void combine_low_latency(const turnout::CombineArgs& args, PendingCall& call, bool receives_now);
   void place_sums(const turnout::CombineArgs& args, CombineArgs& a, std::shared_ptr<Hold>* result, OnStream on) const;
   void read(void* to, const void* from, size_t num_bytes, std::string_view what);
   const volatile int64_t* wait_for_words(cudaStream_t stream);

@@ -1,4 +1,4 @@
-// Calls in low_latency mode: one kernel each, in full when it is issued. Whether a call is one is decided by the configuration and by
+// Calls in low_latency mode: one kernel each, or one that sends when the call is issued and one that receives at its wait. Whether a call is one is decided by the configuration and by
 // facts that all ranks compare, so that all decide alike; what only one rank knows (its tokens, how its rows are aligned) the kernels
 // take as it is, or the call is refused on all ranks.
 #include <algorithm>
@@ -85,20 +85,26 @@ void Engine::receive_with_this_map() {
   for (const LaneState& lane : lanes_) {
     const std::vector<PendingCall*> open = lane.open;
     for (PendingCall* call : open) {
-      if (call->ll_blocks > 0) call->receive();
+      if (call->is_dispatch && call->ll_blocks > 0) call->receive();
     }
   }
 }
 
-void Engine::combine_low_latency(const turnout::CombineArgs& args, PendingCall& call) {
+void Engine::combine_low_latency(const turnout::CombineArgs& args, PendingCall& call, bool receives_now) {
   CombineArgs& a = call.combine;
   a.chained = has_bulk() && sharers_ == 1;
   place_sums(args, a, &call.result, call.on());
-  const int grid = blocks(args.num_sms > 0 ? args.num_sms : ll_combine_blocks(a, num_sms_));
-  check(launch_ll_combine(a, grid, call.stream), "low_latency combine kernel");
+  a.receives = receives_now;
+  call.ll_blocks = blocks(args.num_sms > 0 ? args.num_sms : ll_combine_blocks(a, num_sms_));
+  check(launch_ll_combine(a, call.ll_blocks, call.stream), "low_latency combine kernel");
   LaneState& lane = lanes_[static_cast<size_t>(call.lane)];
   ++lane.outstanding;
   call.epoch = ++lane.num_sends;
+  call.receives_now = receives_now;
+  if (receives_now) return;
+  a.common.last_of_send = a.sends = false;
+  a.receives = true;
+  call.stay_open();
 }
 
 }  // namespace turnout::engine::cuda

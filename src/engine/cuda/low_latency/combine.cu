@@ -48,21 +48,21 @@ __device__ __forceinline__ bool work_on_units(const auto& w, int worker, const P
   int64_t token = worker;
   int n = 0;
   uint4* to = nullptr;
-  bool sends = owed.next(w, &n, &to);
+  bool sends = a.sends && owed.next(w, &n, &to);
   Terms<kHalves> asked = ask_terms<kHalves>(a, sends ? n : -1);
   First<kHalves> now = first_of(w, parts);
   Terms<kHalves> t = terms_of(a, n, asked);
   constexpr bool kFetch = kFetches<kType, kFast> && kHasBulk;
   const bool first_is_fetched = kFetch && sends && fetch(w, t, room, fetching);
   // Now, behind those to send: once all blocks have begun to send, loads take as long as the link is busy.
-  const bool own_is_fetched = kFetch && token < a.num_tokens && fetch(w, terms_of(a, now.own_row, now.own), room.second(), fetching);
+  const bool own_is_fetched = kFetch && a.receives && token < a.num_tokens && fetch(w, terms_of(a, now.own_row, now.own), room.second(), fetching);
 #pragma unroll 1
   for (bool first = true;; first = false) {
     if (!first) {
       sends = sends && owed.next(w, &n, &to);
       t = terms_of(a, sends ? n : now.own_row, sends ? ask_terms<kHalves>(a, n) : now.own);
     }
-    if (!sends && token >= a.num_tokens) return true;
+    if (!sends && (!a.receives || token >= a.num_tokens)) return true;
     if (!sends && first) t = terms_of(a, now.own_row, now.own);
     const bool is_fetched = sends ? first && first_is_fetched : token == worker && own_is_fetched;
     if (sends && t.mask == 0) continue;  // all of it was dropped: the mask says so
@@ -86,14 +86,15 @@ template <DType kType, bool kFast, int kHalves>
 __device__ __forceinline__ bool work_on_books(const auto& w, int worker, const Parts<kHalves>& parts, FactWords* facts) {
   const auto& a = w.a;
   const Common& c = a.common;
-  if (block() == 0) send_facts(c, w.call, false, facts);
-  if (worker >= 0) {
+  if (a.sends && block() == 0) send_facts(c, w.call, false, facts);
+  if (a.sends && worker >= 0) {
     int n = 0;
     uint4* to = nullptr;
 #pragma unroll 1
     for (Owed owed(w, worker); owed.next(w, &n, &to);) send_books(w, terms_of(a, n, ask_terms<kHalves>(a, n)), n, to);
   }
-  send_for_rest<kType, kFast>(w, facts);
+  if (!a.receives) return true;
+  if (a.sends) send_for_rest<kType, kFast>(w, facts);
   if (!all_agree(c, w.call)) return false;
 #pragma unroll 1
   for (int64_t t = worker; worker >= 0 && t < a.num_tokens; t += num_workers()) {
@@ -121,7 +122,7 @@ __global__ void __launch_bounds__(kThreads<kType, kFast>, 1) combine_kernel(cons
     send_offset[s] = a.routing.send_offset[s];
     if (s < ranks) records[s] = a.routing.record_begin[s], sent[s] = a.routing.sent[s];
   }
-  const Start start = start_of(c, asked);
+  const Start start = a.sends ? start_of(c, asked) : start_of_receive(c);
   if (thread() < 2 * Fetched::kMost) {
     fetch_init(barriers + thread());
     bulk_can_read();
@@ -139,15 +140,16 @@ __global__ void __launch_bounds__(kThreads<kType, kFast>, 1) combine_kernel(cons
       const int32_t bytes = static_cast<int32_t>(a.hidden) * kElement<kType>;
       good = work_on_units<kType, kFast>(w, worker, parts, Fetched{memory, barriers, bytes, num_fetched});
     }
-  } else if (!over && clerk && block() == 0) {
+  } else if (a.sends && !over && clerk && block() == 0) {
     send_facts(c, call, true, &facts);
   }
   good = __syncthreads_and(good);
-  if (!over && block() == 0) {
+  if (a.receives && !over && block() == 0) {
+    if (!a.sends) read_facts(c, call, &facts);
     const bool heard = hear_all(c, call, &facts);
     good = __syncthreads_and(heard) && good;
   }
-  if (!good && worker >= 0) poison(a, worker);
+  if (!good && a.receives && worker >= 0) poison(a, worker);
   __syncthreads();
   tell_expired(c, call.epoch);
   if (c.last_of_send) advance_epoch(c, call.epoch);
@@ -167,7 +169,7 @@ cudaError_t launch(const CombineArgs& a, int blocks, cudaStream_t stream) {
   const int rows = kFetches<kType, true> ? static_cast<int>(std::min<int64_t>({room, a.num_topk, Fetched::kMost})) : 0;
   const auto shared = static_cast<size_t>(2 * rows * row);
   const bool fast = bits % 16 == 0 && a.hidden % kUnitChunk == 0 && a.num_topk <= 32;
-  if (fast && can_sum_slab(a)) return launch_slab_sums(a, blocks, g_shared_bytes.load(std::memory_order_relaxed), stream);
+  if (fast && a.sends && a.receives && can_sum_slab(a)) return launch_slab_sums(a, blocks, g_shared_bytes.load(std::memory_order_relaxed), stream);
   if (fast) combine_kernel<kType, true><<<blocks, threads(kThreads<kType, true>), shared, stream>>>(a, rows);
   else combine_kernel<kType, false><<<blocks, threads(kThreads<kType, false>), 0, stream>>>(a, 0);
   return cudaGetLastError();

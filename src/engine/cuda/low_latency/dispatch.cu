@@ -117,16 +117,6 @@ __device__ __forceinline__ void count_arrivals(const auto& w) {
   }
 }
 
-/// What this rank told when it sent. The map of experts may be another by now.
-__device__ void read_facts(const Common& c, Call call, FactWords* facts) {
-#pragma unroll 1
-  for (int i = thread(); i < FactWords::kNum; i += num_threads()) {
-    const uint4 word = load_word(header_words(c, call, c.team.rank) + i / kWordPayload);
-    facts->words[i] = i % kWordPayload == 0 ? word.x : i % kWordPayload == 1 ? word.y : word.z;
-  }
-  __syncthreads();
-}
-
 /// A call that failed says that it brought nothing.
 __device__ void clear_counts(const DispatchArgs& a) {
 #pragma unroll 1

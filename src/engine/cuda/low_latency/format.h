@@ -35,6 +35,7 @@ struct SlabSums : CombineArgs {
   static constexpr int num_topk = 8;
   static constexpr CombineWeights apply = CombineWeights::none;
   static constexpr Layout layout = Layout::expert_slab;
+  static constexpr bool sends = true, receives = true;
 };
 
 constexpr TURNOUT_HOST_DEVICE int64_t words_for(int64_t bytes) { return core::ceil_div(bytes, static_cast<int64_t>(kWordPayload * 4)); }

@@ -219,6 +219,16 @@ __device__ __forceinline__ const uint4* header_words(const Common& c, Call call,
   return reinterpret_cast<const uint4*>(c.team.base[c.team.rank] + c.arena.header_at(c.lane, call.copy, source));
 }
 
+/// What this rank told when it sent. The map of experts may be another by now.
+__device__ inline void read_facts(const Common& c, Call call, FactWords* facts) {
+#pragma unroll 1
+  for (int i = thread(); i < FactWords::kNum; i += num_threads()) {
+    const uint4 word = load_word(header_words(c, call, c.team.rank) + i / kWordPayload);
+    facts->words[i] = i % kWordPayload == 0 ? word.x : i % kWordPayload == 1 ? word.y : word.z;
+  }
+  __syncthreads();
+}
+
 /// The header of a call without counts, by one warp.
 __device__ __noinline__ inline void send_facts(const Common& c, Call call, bool refused, FactWords* facts) {
   constexpr int kNum = (HeaderInts::kRows + kWordPayload - 1) / kWordPayload;
