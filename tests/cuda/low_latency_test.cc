@@ -189,9 +189,14 @@ TEST_P(LowLatency, KnownRoutingsAndSeveralCallsInFlight) {
 }
 
 // The last rank comes when all the others have sent two calls and their multiprocessors are the user's again: two dispatches, then two combines.
+// (Sums of fp64 are throughput's, which send when all have come.)
 TEST_P(LowLatency, ADeferredSendWaitsForNobody) {
-  run(330, 336, limits(), [](OnRank& on, Communicator& comm) {
-    Buffer buffer(comm, on.config());
+  RandomLimits l = limits();
+  l.sums = {DType::bf16, DType::fp16, DType::fp32};
+  run(330, 336, l, [](OnRank& on, Communicator& comm) {
+    BufferConfig config = on.config();
+    config.max_outstanding = 3;  // half of its four copies
+    Buffer buffer(comm, config);
     const DispatchResult first = buffer.dispatch(on.arguments.dispatch);
     on.expect(first);
     DispatchArgs args = on.arguments.dispatch, again = args;
@@ -219,6 +224,41 @@ TEST_P(LowLatency, ADeferredSendWaitsForNobody) {
       on.expect(home.wait());
     }
     buffer.check();
+  });
+}
+
+// Ranks wait when and in what order they like; what others send must not lie where one of them has not read yet.
+TEST_P(LowLatency, DeferredCallsOfBothModesReceivedInAnyOrder) {
+  run(360, 363, limits(), [](OnRank& on, Communicator& comm) {
+    for (const int most : {2, 3, 4, 5}) {
+      BufferConfig config = on.config();
+      config.max_outstanding = most;
+      Buffer buffer(comm, config);
+      const DispatchResult first = buffer.dispatch(on.arguments.dispatch);
+      on.expect(first);
+      Random calls(static_cast<uint64_t>(most)), waits(static_cast<uint64_t>(100 * most + on.rank));
+      std::vector<std::function<void()>> open;
+      const auto receive_one = [&] {
+        const auto at = open.begin() + static_cast<int>(waits.below(static_cast<int>(open.size())));
+        (*at)();
+        open.erase(at);
+      };
+      for (int call = 0; call < 20 && !HasFailure(); ++call) {
+        while (!open.empty() && (static_cast<int>(open.size()) == most || waits.chance(0.3))) receive_one();
+        const Mode mode = calls.chance(0.7) ? Mode::low_latency : Mode::throughput;
+        if (calls.chance(0.4)) {
+          const auto sum = std::make_shared<PendingCombine>(buffer.combine_async(on.back(first.handle, mode)));
+          open.emplace_back([&on, sum] { on.expect(sum->wait()); });
+        } else {
+          DispatchArgs args = on.arguments.dispatch;
+          args.mode = mode;
+          const auto rows = std::make_shared<PendingDispatch>(buffer.dispatch_async(args));
+          open.emplace_back([&on, rows] { on.expect(rows->wait()); });
+        }
+      }
+      while (!open.empty()) receive_one();
+      buffer.check();
+    }
   });
 }
 

@@ -65,7 +65,7 @@ struct LaneControl {
   uint32_t epoch[kMaxChannels] = {};
   /// Tickets of a copy: a kernel of the call before zeroes them.
   static constexpr int kNumTickets = 16;
-  static constexpr int kMostCopies = 128;           ///< max_outstanding is at most 64
+  static constexpr int kMostCopies = 65;            ///< max_outstanding is at most 64
   uint32_t tickets[kMostCopies][kNumTickets] = {};  ///< [copy]
   uint32_t failed = 0;                              ///< epoch of the last call that was refused or that ranks disagreed about: its kernels do nothing
   uint32_t failed_of[kMostCopies] = {};             ///< [copy] the same, for calls that receive after later ones have been issued

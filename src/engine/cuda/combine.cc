@@ -80,7 +80,6 @@ std::unique_ptr<DevicePending> Engine::combine(const turnout::CombineArgs& args,
   raise_failure();
   const auto stream = static_cast<cudaStream_t>(args.stream.native);
   note_stream(stream);
-  receive_earlier(args.lane, stream);
   auto pending = std::make_unique<PendingCall>(shared_from_this(), args.lane, stream);
   pending->routing = std::static_pointer_cast<const RoutingMemory>(handle);
   CombineArgs& a = pending->combine;
@@ -107,6 +106,7 @@ std::unique_ptr<DevicePending> Engine::combine(const turnout::CombineArgs& args,
     combine_low_latency(args, *pending, receive_now);
     return pending;
   }
+  receive_earlier(args.lane, stream);
   // Room for what may come back: known for exact size, else each token from as many ranks as it can have gone to.
   const int64_t records = pending->routing->sent_total >= 0 ? pending->routing->sent_total : a.num_tokens * std::min(num_ranks_, a.num_topk);
   a.block_rows = records;
@@ -147,13 +147,21 @@ void PendingCall::stay_open() {
   is_open_ = true;
 }
 
-/// Copies of staging are given out again (arena_shape() says when), so before call n this rank must have received call n - max_outstanding, in
-/// whatever order the caller waits. `num_calls` are about to be issued.
+/// A copy of staging belongs to every max_outstanding + 1st call, so before a rank sends call n all ranks must have received call
+/// n - max_outstanding - 1, in whatever order callers wait. To send a call in throughput mode is to hear of all ranks, so they have sent call
+/// n - 1, before which they received call n - 1 - max_outstanding. A deferred low_latency call hears of nobody until it is received, and
+/// receive_half() says how many of those there may be. `num_calls` in throughput mode are about to be issued.
 void Engine::receive_earlier(int lane, cudaStream_t stream, int64_t num_calls) {
-  LaneState& state = lanes_[static_cast<size_t>(lane)];
-  const std::vector<PendingCall*> open = state.open;
+  const uint64_t last = lanes_[static_cast<size_t>(lane)].num_sends + static_cast<uint64_t>(num_calls);
+  const auto most = static_cast<uint64_t>(config_.max_outstanding);
+  receive_if(lane, stream, [&](const PendingCall& call) { return call.ll_blocks > 0 || call.epoch + most <= last; });
+}
+
+/// The calls in flight of a lane that are `wanted`, in order.
+void Engine::receive_if(int lane, cudaStream_t stream, const std::function<bool(const PendingCall&)>& wanted) {
+  const std::vector<PendingCall*> open = lanes_[static_cast<size_t>(lane)].open;
   for (PendingCall* call : open) {
-    if (call->epoch + static_cast<uint64_t>(config_.max_outstanding) > state.num_sends + static_cast<uint64_t>(num_calls)) continue;
+    if (!wanted(*call)) continue;
     call->receive();
     if (call->stream == stream) continue;
     cudaEvent_t done = nullptr;

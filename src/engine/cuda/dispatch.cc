@@ -327,7 +327,6 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
   raise_failure();
   const auto stream = static_cast<cudaStream_t>(args.stream.native);
   note_stream(stream);
-  receive_earlier(args.lane, stream);
   LaneState& lane = lanes_[static_cast<size_t>(args.lane)];
   auto pending = std::make_unique<PendingCall>(shared_from_this(), args.lane, stream);
   pending->is_dispatch = true;
@@ -340,6 +339,7 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
                          receive_now || args.receive != Receive::deferred);
     return pending;
   }
+  receive_earlier(args.lane, stream);
   const int plan_blocks = blocks(args.num_sms > 0 ? args.num_sms : kMaxChunks);
   const int move_blocks = blocks(args.num_sms > 0 ? args.num_sms : a.common.through_host ? kHostMoveSms : num_sms_);
   if (cached) reuse_routing(*pending, std::static_pointer_cast<const RoutingMemory>(cached));

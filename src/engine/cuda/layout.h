@@ -19,7 +19,7 @@ inline constexpr int kWordPayload = 3;
 struct ArenaShape {
   int num_ranks = 1;
   int num_lanes = 1;
-  int depth = 3;                 ///< staging copies (arena_shape())
+  int depth = 3;                 ///< staging copies: one more than calls may be outstanding
   int header_ints = 0;           ///< payload of a header, in 32-bit words (header_ints_of)
   int64_t max_tokens = 0;        ///< per rank and call
   int64_t ll_tokens = 0;         ///< most tokens of a low_latency call; 0: no such calls

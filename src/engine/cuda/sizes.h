@@ -40,9 +40,7 @@ inline ArenaShape arena_shape(const BufferConfig& c, int num_ranks) {
   ArenaShape s;
   s.num_ranks = num_ranks;
   s.num_lanes = c.num_lanes;
-  // A rank sends call n once it has received call n - max_outstanding, so all ranks have sent that one, before which they had received
-  // call n - 2 max_outstanding. (Where sending a call is to hear of all ranks, max_outstanding + 1 would do.)
-  s.depth = c.max_outstanding > 1 ? 2 * c.max_outstanding : 2;
+  s.depth = c.max_outstanding + 1;
   s.header_ints = header_ints_of(num_ranks, c.num_experts);  // a later map may give a rank every expert
   s.max_tokens = c.max_tokens_per_rank;
   add_low_latency(c, s);
