@@ -46,7 +46,7 @@ void Engine::place_sums(const turnout::CombineArgs& args, CombineArgs& a, std::s
   a.out = base;
   if (args.out.defined()) {
     a.out = static_cast<std::byte*>(args.out.data);
-    a.out_stride = args.out.strides[0] * static_cast<int64_t>(size_of(args.out.dtype));
+    a.out_stride = row_stride(args.out);
   }
   a.num_lost = reinterpret_cast<int32_t*>(base + x_bytes);
   a.out_side = a.has_side ? reinterpret_cast<float*>(base + x_bytes + lost_bytes) : nullptr;
@@ -86,10 +86,9 @@ std::unique_ptr<DevicePending> Engine::combine(const turnout::CombineArgs& args,
   a.common = common(args.lane, facts, 0, true);
   a.common.facts.generation = pending->routing->generation;
   a.y = static_cast<const std::byte*>(args.y.data);
-  const auto last = static_cast<size_t>(args.y.ndim - 1);
-  a.y_stride = args.y.strides[last - 1] * static_cast<int64_t>(size_of(args.y.dtype));
+  a.y_stride = row_stride(args.y);
   a.dtype = args.y.dtype;
-  a.hidden = args.y.shape[last];
+  a.hidden = args.y.shape[static_cast<size_t>(args.y.ndim - 1)];
   a.wire = args.wire;
   a.apply = args.apply;
   if (args.weights.defined()) a.weights = args.weights.data, a.weights_are_bf16 = args.weights.dtype == DType::bf16;

@@ -93,7 +93,7 @@ DispatchArgs Engine::dispatch_args(const turnout::DispatchArgs& args, const Call
   DispatchArgs a;
   a.common = common(args.lane, facts, 0, false);
   a.x = static_cast<const std::byte*>(args.x.data);
-  a.x_stride = args.x.strides[0] * static_cast<int64_t>(size_of(args.x.dtype));
+  a.x_stride = row_stride(args.x);
   a.num_tokens = args.x.shape[0];
   a.num_topk = routing.num_topk;
   a.has_weights = routing.has_weights;
@@ -115,7 +115,7 @@ DispatchArgs Engine::dispatch_args(const turnout::DispatchArgs& args, const Call
   for (size_t s = 0; s < args.side.size(); ++s) {
     const TensorView& side = args.side[s];
     a.side[s].src = static_cast<const std::byte*>(side.data);
-    a.side[s].src_stride = side.strides[0] * static_cast<int64_t>(size_of(side.dtype));
+    a.side[s].src_stride = row_stride(side);
     a.side[s].bytes = static_cast<int32_t>(side.shape[1] * static_cast<int64_t>(size_of(side.dtype)));
   }
   a.layout = routing.layout;
@@ -181,9 +181,8 @@ void Engine::place_result(const turnout::DispatchArgs& args, DispatchArgs& a, st
   a.out_scales = base + scales_at;
   for (int s = 0; s < a.num_side; ++s) a.side[s].out = base + side_at[static_cast<size_t>(s)];
   if (args.out.defined()) {
-    const auto last = static_cast<size_t>(args.out.ndim - 1);
     a.out_x = static_cast<std::byte*>(args.out.data);
-    a.out_stride = args.out.strides[last - 1] * static_cast<int64_t>(size_of(args.out.dtype));
+    a.out_stride = row_stride(args.out);
   }
 }
 

@@ -131,6 +131,9 @@ class Mapped {
   T* device_ = nullptr;
 };
 
+/// Bytes from a row of a tensor to the next.
+inline int64_t row_stride(const TensorView& t) { return t.strides[static_cast<size_t>(t.ndim - 2)] * static_cast<int64_t>(size_of(t.dtype)); }
+
 /// What is read of the GPU at a time.
 inline constexpr size_t kReadBytes = 4096;
 

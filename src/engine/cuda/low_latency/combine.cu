@@ -151,8 +151,7 @@ __global__ void __launch_bounds__(kThreads<kType, kFast>, 1) combine_kernel(cons
   }
   if (!good && a.receives && worker >= 0) poison(a, worker);
   __syncthreads();
-  tell_expired(c, call.epoch);
-  if (c.last_of_send) advance_epoch(c, call.epoch);
+  end_kernel(c, call.epoch);
 }
 
 /// Dynamic shared memory that a block may have, on every device of this process that has been prepared.

@@ -202,8 +202,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     clear_counts(a);
   }
   __syncthreads();
-  tell_expired(c, call.epoch);
-  if (c.last_of_send) advance_epoch(c, call.epoch);
+  end_kernel(c, call.epoch);
 }
 
 int threads_for(const DispatchArgs& a) {

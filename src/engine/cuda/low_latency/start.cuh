@@ -85,7 +85,7 @@ __device__ __forceinline__ bool wait_for_word(const Common& c, Phase phase, int 
       },
       [&] { return word->w; });
 }
-/// At the start, before a barrier; and at the end, after one.
+/// At the start, before a barrier.
 __device__ __forceinline__ void clear_expired() {
   if (thread() == 0) expired().claimed = 0;
 }
@@ -101,6 +101,11 @@ __device__ __noinline__ inline void report_expired(const Common& c, uint32_t epo
 }
 __device__ __forceinline__ void tell_expired(const Common& c, uint32_t epoch) {
   if (thread() == 0 && expired().claimed) report_expired(c, epoch);
+}
+/// The end of a kernel, after a barrier.
+__device__ __forceinline__ void end_kernel(const Common& c, uint32_t epoch) {
+  tell_expired(c, epoch);
+  if (c.last_of_send) advance_epoch(c, epoch);
 }
 
 struct Start {
