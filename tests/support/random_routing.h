@@ -211,8 +211,7 @@ inline RandomProblem random_problem(uint64_t seed, const RandomLimits& limits) {
   if (d.layout == Layout::expert_slab || (limits.capacity && (!limits.exact || random.chance(0.5)))) d.capacity = random_capacity(random, d);
 
   const bool by_rank = d.layout == Layout::rank_major;
-  p.dtype = random.one_of(limits.aligned ? std::vector<DType>{DType::bf16, DType::fp16}
-                                         : limits.sums);
+  p.dtype = random.one_of(limits.aligned ? std::vector<DType>{DType::bf16, DType::fp16} : limits.sums);
   p.hidden = random.chance(0.7) ? d.hidden : random.between(1, limits.max_hidden);
   if (limits.aligned) p.hidden = (p.hidden + 7) / 8 * 8;
   p.apply = random.one_of(std::vector<CombineWeights>{CombineWeights::none, CombineWeights::source, CombineWeights::rows});

@@ -171,7 +171,7 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
  private:
   friend class PendingCall;
   struct LaneState {
-    uint64_t num_sends = 0;  ///< calls issued
+    uint64_t num_sends = 0;                              ///< calls issued
     uint64_t last_low_latency = 0, last_throughput = 0;  ///< of them; the latter as seen by the former
     int outstanding = 0;
     std::vector<PendingCall*> open;  ///< those whose receiving part has yet to be issued on the stream of the lane
