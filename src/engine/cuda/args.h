@@ -202,11 +202,11 @@ struct DispatchArgs {
   /// could keep out, for as long as a peer is late, what the peer waits for (a collective of another library, say).
   /// In low_latency mode: the one kernel may start while that before it in the stream ends, and waits for it before it reads anything.
   bool chained = false;
+  static constexpr int kFewBlocks = 32;
+  Layout layout = Layout::rank_major;
   /// In low_latency mode: the parts of the call that this kernel does. One that only sends waits for nobody and sends own rows, too, to
   /// staging of its own; that which receives, later, takes them from there.
   bool sends = true, receives = true;
-  static constexpr int kFewBlocks = 32;
-  Layout layout = Layout::rank_major;
   int64_t capacity = -1;  ///< of the layout; -1: exact
   int alignment = 1;
   int64_t result_rows = 0;  ///< first dimension of the row arrays (slab: Le * C)
