@@ -94,7 +94,7 @@ __device__ __forceinline__ bool work_on_books(const auto& w, int worker, const P
     for (Owed owed(w, worker); owed.next(w, &n, &to);) send_books(w, terms_of(a, n, ask_terms<kHalves>(a, n)), n, to);
   }
   if (!a.receives) return true;
-  if (a.sends) send_for_rest<kType, kFast>(w, facts);
+  if (a.sends) send_for_rest<kType, kFast>(w.general(), facts);
   if (!all_agree(c, w.call)) return false;
 #pragma unroll 1
   for (int64_t t = worker; worker >= 0 && t < a.num_tokens; t += num_workers()) {
@@ -104,8 +104,8 @@ __device__ __forceinline__ bool work_on_books(const auto& w, int worker, const P
   return true;
 }
 
-template <DType kType, bool kFast>
-__global__ void __launch_bounds__(kThreads<kType, kFast>, 1) combine_kernel(const __grid_constant__ CombineArgs a, int num_fetched) {
+template <DType kType, bool kFast, class Args>
+__global__ void __launch_bounds__(kThreads<kType, kFast>, 1) combine_kernel(const __grid_constant__ Args a, int num_fetched) {
   extern __shared__ __align__(128) std::byte memory[];
   __shared__ uint64_t barriers[2 * Fetched::kMost];
   __shared__ int32_t begins[kMaxRanks + 1], records[kMaxRanks], sent[kMaxRanks], send_offset[kMaxRanks + 1];
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kThreads<kType, kFast>, 1) combine_kernel(cons
   // A routing whose dispatch failed is refused.
   bool good = !over && begins[0] >= 0;
   if (good) {
-    const Work<CombineArgs> w{
+    const Work<Args> w{
         a, call, PartialFormat::of(a.hidden, kElement<kType>, a.num_topk, a.has_side, c.arena.ll_combine_lines), begins, records, sent, send_offset};
     if (clerk) {
       good = work_on_books<kType, kFast>(w, worker, parts, &facts);
@@ -168,20 +168,26 @@ cudaError_t launch(const CombineArgs& a, int blocks, cudaStream_t stream) {
   const int rows = kFetches<kType, true> ? static_cast<int>(std::min<int64_t>({room, a.num_topk, Fetched::kMost})) : 0;
   const auto shared = static_cast<size_t>(2 * rows * row);
   const bool fast = bits % 16 == 0 && a.hidden % kUnitChunk == 0 && a.num_topk <= 32;
-  if (fast && a.sends && a.receives && can_sum_slab(a)) return launch_slab_sums(a, blocks, g_shared_bytes.load(std::memory_order_relaxed), stream);
-  if (fast) combine_kernel<kType, true><<<blocks, threads(kThreads<kType, true>), shared, stream>>>(a, rows);
-  else combine_kernel<kType, false><<<blocks, threads(kThreads<kType, false>), 0, stream>>>(a, 0);
-  return cudaGetLastError();
+  const bool whole = a.sends && a.receives;
+  if (fast && whole && can_sum_slab(a)) return launch_slab_sums(a, blocks, g_shared_bytes.load(std::memory_order_relaxed), stream);
+  const auto start = [&]<class Args>(const Args& args) {
+    if (fast) return launch_kernel(combine_kernel<kType, true, Args>, blocks, threads(kThreads<kType, true>), shared, stream, false, args, rows);
+    return launch_kernel(combine_kernel<kType, false, Args>, blocks, threads(kThreads<kType, false>), 0, stream, false, args, 0);
+  };
+  return whole ? start(WholeCombine(a)) : start(a);
 }
 template <DType kType>
 cudaError_t load() {
   const auto take = [](auto* kernel, int bytes) { return load_kernel(reinterpret_cast<const void*>(kernel), bytes); };
   const int bytes = g_shared_bytes.load(std::memory_order_relaxed);
-  if (const cudaError_t bad = take(combine_kernel<kType, true>, bytes)) return bad;
   if (kType == DType::bf16) {
     if (const cudaError_t bad = prepare_slab_sums(bytes)) return bad;
   }
-  return take(combine_kernel<kType, false>, 0);
+  for (const cudaError_t bad : {take(combine_kernel<kType, true, WholeCombine>, bytes), take(combine_kernel<kType, true, CombineArgs>, bytes),
+                                take(combine_kernel<kType, false, WholeCombine>, 0), take(combine_kernel<kType, false, CombineArgs>, 0)}) {
+    if (bad) return bad;
+  }
+  return cudaSuccess;
 }
 cudaError_t find_shared_bytes() {
   int device = 0, most = 0;

@@ -168,7 +168,7 @@ __device__ __forceinline__ bool work_on_books(const auto& w, int worker, const S
       if (!sent) send_books(w, terms_of(a, n, ask_terms<1>(a, n)), n, to);
     }
   }
-  send_for_rest<kType, true>(Work<CombineArgs>{a, w.call, w.f, w.begins, w.records, w.sent, w.send_offset}, facts);
+  send_for_rest<kType, true>(w.general(), facts);
   // The masks of the first token are asked for together with what all ranks say: loads take long while the link is busy.
   const Parts<1> first = parts_of(w, begun.parts);
   const uint4 seen = ask_masks(w, first);

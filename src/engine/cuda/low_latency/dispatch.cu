@@ -127,9 +127,9 @@ __device__ void clear_counts(const DispatchArgs& a) {
   if (thread() == 0) *a.routing.num_rows = *a.routing.num_dropped = 0, break_routing(a.routing);
 }
 
-template <bool kPlain>
+template <bool kPlain, class Args>
 __global__ void __launch_bounds__(kMostThreads, 1)
-    dispatch_kernel(const __grid_constant__ DispatchArgs a, const __grid_constant__ SharedPlan plan, const __grid_constant__ RowFormat f) {
+    dispatch_kernel(const __grid_constant__ Args a, const __grid_constant__ SharedPlan plan, const __grid_constant__ RowFormat f) {
   extern __shared__ __align__(128) std::byte memory[];
   __shared__ Token token;
   __shared__ Admission admission;
@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   }
 #pragma unroll 1
   for (int s = thread(); s < c.team.num_ranks; s += num_threads()) laid[s] = 0;
-  const Work<DispatchArgs> w{a, call, f, plan, t, &token, &admission, memory, laid, worker, workers};
+  const Work<Args> w{a, call, f, plan, t, &token, &admission, memory, laid, worker, workers};
 
   if (!__syncthreads_or(start.over || (a.cached && is_broken(a.routing)))) {
     const HeaderItems items(a);
@@ -203,6 +203,22 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   }
   __syncthreads();
   end_kernel(c, call.epoch);
+}
+
+template <class Args>
+cudaError_t launch(const Args& a, bool plain, int blocks, int threads, cudaStream_t stream) {
+  const SharedPlan plan = SharedPlan::of(a, blocks > 1 ? blocks - 1 : 1);
+  const RowFormat f = RowFormat::of(a);
+  const auto bytes = static_cast<size_t>(plan.num_bytes);
+  const auto kernel = plain ? dispatch_kernel<true, Args> : dispatch_kernel<false, Args>;
+  return launch_kernel(kernel, blocks, threads, bytes, stream, false, a, plan, f);
+}
+template <class Args>
+cudaError_t load() {
+  for (const auto kernel : {dispatch_kernel<true, Args>, dispatch_kernel<false, Args>}) {
+    if (const cudaError_t bad = load_kernel(reinterpret_cast<const void*>(kernel), SharedPlan::kMost)) return bad;
+  }
+  return cudaSuccess;
 }
 
 int threads_for(const DispatchArgs& a) {
@@ -239,20 +255,15 @@ int ll_dispatch_blocks(const DispatchArgs& a, int num_sms) {
 }
 
 cudaError_t launch_ll_dispatch(const DispatchArgs& a, int blocks, cudaStream_t stream) {
-  const low_latency::SharedPlan plan = low_latency::SharedPlan::of(a, blocks > 1 ? blocks - 1 : 1);
-  const RowFormat f = RowFormat::of(a);
   const int threads = low_latency::threads_for(a);
   const bool plain = low_latency::is_plain(a);
   if (plain && low_latency::can_dispatch_slab(a, blocks)) return low_latency::launch_dispatch_slab(a, blocks, stream);
-  if (plain) low_latency::dispatch_kernel<true><<<blocks, threads, static_cast<size_t>(plan.num_bytes), stream>>>(a, plan, f);
-  else low_latency::dispatch_kernel<false><<<blocks, threads, static_cast<size_t>(plan.num_bytes), stream>>>(a, plan, f);
-  return cudaGetLastError();
+  if (!a.sends || !a.receives) return low_latency::launch(a, plain, blocks, threads, stream);
+  return low_latency::launch(WholeDispatch(a), plain, blocks, threads, stream);
 }
 
 cudaError_t prepare_ll_dispatch() {
-  for (const cudaError_t bad : {load_kernel(reinterpret_cast<const void*>(low_latency::dispatch_kernel<true>), low_latency::SharedPlan::kMost),
-                                load_kernel(reinterpret_cast<const void*>(low_latency::dispatch_kernel<false>), low_latency::SharedPlan::kMost),
-                                low_latency::prepare_dispatch_slab()}) {
+  for (const cudaError_t bad : {low_latency::load<WholeDispatch>(), low_latency::load<DispatchArgs>(), low_latency::prepare_dispatch_slab()}) {
     if (bad) return bad;
   }
   return cudaSuccess;

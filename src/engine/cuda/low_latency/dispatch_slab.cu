@@ -13,7 +13,7 @@ namespace turnout::engine::cuda::low_latency {
 namespace {
 
 /// What blocks owe that have not started. Rare, so it takes the general way, which makes the same words.
-__device__ __noinline__ void send_for_rest(const DispatchArgs& a, RowFormat f, Tables t, FactWords* facts, Call call, std::byte* row) {
+__device__ __noinline__ void send_for_rest(const WholeDispatch& a, RowFormat f, Tables t, FactWords* facts, Call call, std::byte* row) {
   const Common& c = a.common;
   __shared__ Token token;
   __shared__ int32_t found, unused;
