@@ -188,6 +188,113 @@ TEST_P(LowLatency, KnownRoutingsAndSeveralCallsInFlight) {
   });
 }
 
+// The last rank comes when all the others have sent two calls and their multiprocessors are the user's again: two dispatches, then two combines.
+// (Sums of fp64 are throughput's, which send when all have come.)
+TEST_P(LowLatency, ADeferredSendWaitsForNobody) {
+  RandomLimits l = limits();
+  l.sums = {DType::bf16, DType::fp16, DType::fp32};
+  run(330, 336, l, [](OnRank& on, Communicator& comm) {
+    BufferConfig config = on.config();
+    config.max_outstanding = 3;  // half of its four copies
+    Buffer buffer(comm, config);
+    const DispatchResult first = buffer.dispatch(on.arguments.dispatch);
+    on.expect(first);
+    DispatchArgs args = on.arguments.dispatch, again = args;
+    args.receive = again.receive = Receive::deferred;
+    again.handle = &first.handle;
+    again.topk_idx = again.topk_weights = TensorView();
+    const bool is_late = on.rank == comm.num_ranks() - 1;
+    for (int turn = 0; turn < 3; ++turn) {
+      if (is_late) comm.barrier();
+      PendingDispatch one = buffer.dispatch_async(args), two = buffer.dispatch_async(again);
+      on.place.finish();
+      buffer.check();
+      if (!is_late) comm.barrier();
+      const DispatchResult late = two.wait();
+      const DispatchResult early = one.wait();
+      on.expect(late);
+      on.expect(early);
+      if (is_late) comm.barrier();
+      PendingCombine home = buffer.combine_async(on.back(early.handle, Mode::low_latency));
+      PendingCombine other = buffer.combine_async(on.back(late.handle, Mode::low_latency));
+      on.place.finish();
+      buffer.check();
+      if (!is_late) comm.barrier();
+      on.expect(other.wait());
+      on.expect(home.wait());
+    }
+    buffer.check();
+  });
+}
+
+// Ranks wait when and in what order they like; what others send must not lie where one of them has not read yet.
+TEST_P(LowLatency, DeferredCallsOfBothModesReceivedInAnyOrder) {
+  run(360, 363, limits(), [](OnRank& on, Communicator& comm) {
+    for (const int most : {2, 3, 4, 5}) {
+      BufferConfig config = on.config();
+      config.max_outstanding = most;
+      Buffer buffer(comm, config);
+      const DispatchResult first = buffer.dispatch(on.arguments.dispatch);
+      on.expect(first);
+      Random calls(static_cast<uint64_t>(most)), waits(static_cast<uint64_t>(100 * most + on.rank));
+      std::vector<std::function<void()>> open;
+      const auto receive_one = [&] {
+        const auto at = open.begin() + static_cast<int>(waits.below(static_cast<int>(open.size())));
+        (*at)();
+        open.erase(at);
+      };
+      for (int call = 0; call < 20 && !HasFailure(); ++call) {
+        while (!open.empty() && (static_cast<int>(open.size()) == most || waits.chance(0.3))) receive_one();
+        const Mode mode = calls.chance(0.7) ? Mode::low_latency : Mode::throughput;
+        if (calls.chance(0.4)) {
+          const auto sum = std::make_shared<PendingCombine>(buffer.combine_async(on.back(first.handle, mode)));
+          open.emplace_back([&on, sum] { on.expect(sum->wait()); });
+        } else {
+          DispatchArgs args = on.arguments.dispatch;
+          args.mode = mode;
+          const auto rows = std::make_shared<PendingDispatch>(buffer.dispatch_async(args));
+          open.emplace_back([&on, rows] { on.expect(rows->wait()); });
+        }
+      }
+      while (!open.empty()) receive_one();
+      buffer.check();
+    }
+  });
+}
+
+// Whoever receives looks where the experts of a row are: those of a call that has been sent stay where they were.
+TEST_P(LowLatency, ADeferredCallKeepsTheMapThatItWasSentWith) {
+  run(350, 354, limits(), [](OnRank& on, Communicator& comm) {
+    Buffer buffer(comm, on.config());
+    DispatchArgs args = on.arguments.dispatch;
+    args.receive = Receive::deferred;
+    std::vector<int> moved;
+    for (const int owner : on.known.p.expert_to_rank) moved.push_back((owner + 1) % comm.num_ranks());
+    PendingDispatch sent = buffer.dispatch_async(args);
+    buffer.set_expert_to_rank(moved);
+    on.expect(sent.wait());
+    buffer.set_expert_to_rank(on.known.p.expert_to_rank);
+    on.expect_round(buffer);
+  });
+}
+
+TEST_P(LowLatency, ADeferredCallThatIsRefusedFailsAtItsWait) {
+  if (GetParam().num_ranks == 1) GTEST_SKIP() << "nobody to disagree with";
+  run(340, 342, limits(), [](OnRank& on, Communicator& comm) {
+    Buffer buffer(comm, on.config());
+    DispatchArgs args = on.arguments.dispatch;
+    if (on.rank == 0) args.capacity = *args.capacity + 1;
+    const auto call = [&] {
+      buffer.dispatch_async(args).wait();
+      on.place.finish();
+      buffer.check();
+    };
+    EXPECT_THROW(call(), InvalidArgument);
+    comm.barrier();
+    on.expect_round(buffer);
+  });
+}
+
 TEST_P(LowLatency, RowsWithoutAlignmentOnOneRank) {
   RandomLimits l = limits();
   l.dtypes = {DType::bf16};

@@ -129,6 +129,7 @@ struct RandomLimits {
   std::vector<RoutingKind> kinds{std::begin(kRoutingKinds), std::end(kRoutingKinds)};
   std::vector<Layout> layouts{Layout::rank_major, Layout::expert_major, Layout::expert_slab};
   std::vector<DType> dtypes{DType::bf16, DType::fp16, DType::fp32, DType::fp64, DType::u8, DType::i64};
+  std::vector<DType> sums{DType::bf16, DType::fp16, DType::fp32, DType::fp64};  ///< of a combine
   std::vector<Wire> wires{Wire::payload, Wire::fp32, Wire::fp8, Wire::rows};
   bool exact = true, capacity = true, quantize = true, side = true, several_nodes = true;
   bool aligned = false;  ///< rows of whole 128-byte blocks, side arrays of whole 16-byte words
@@ -210,8 +211,7 @@ inline RandomProblem random_problem(uint64_t seed, const RandomLimits& limits) {
   if (d.layout == Layout::expert_slab || (limits.capacity && (!limits.exact || random.chance(0.5)))) d.capacity = random_capacity(random, d);
 
   const bool by_rank = d.layout == Layout::rank_major;
-  p.dtype = random.one_of(limits.aligned ? std::vector<DType>{DType::bf16, DType::fp16}
-                                         : std::vector<DType>{DType::bf16, DType::fp16, DType::fp32, DType::fp64});
+  p.dtype = random.one_of(limits.aligned ? std::vector<DType>{DType::bf16, DType::fp16} : limits.sums);
   p.hidden = random.chance(0.7) ? d.hidden : random.between(1, limits.max_hidden);
   if (limits.aligned) p.hidden = (p.hidden + 7) / 8 * 8;
   p.apply = random.one_of(std::vector<CombineWeights>{CombineWeights::none, CombineWeights::source, CombineWeights::rows});

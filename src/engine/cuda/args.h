@@ -204,6 +204,9 @@ struct DispatchArgs {
   bool chained = false;
   static constexpr int kFewBlocks = 32;
   Layout layout = Layout::rank_major;
+  /// In low_latency mode: the parts of the call that this kernel does. One that only sends waits for nobody and sends own rows, too, to
+  /// staging of its own; that which receives, later, takes them from there.
+  bool sends = true, receives = true;
   int64_t capacity = -1;  ///< of the layout; -1: exact
   int alignment = 1;
   int64_t result_rows = 0;  ///< first dimension of the row arrays (slab: Le * C)
@@ -350,6 +353,8 @@ struct CombineArgs {
   int64_t capacity = -1;
   int64_t num_tokens = 0;
   int num_topk = 0;
+  /// In low_latency mode: the parts of the call that this kernel does, as in DispatchArgs. Own rows are added by that which receives.
+  bool sends = true, receives = true;
   std::byte* out = nullptr;  ///< [T] rows
   int64_t out_stride = 0;
   float* out_side = nullptr;    ///< [T, K] or null

@@ -46,7 +46,7 @@ void Engine::place_sums(const turnout::CombineArgs& args, CombineArgs& a, std::s
   a.out = base;
   if (args.out.defined()) {
     a.out = static_cast<std::byte*>(args.out.data);
-    a.out_stride = args.out.strides[0] * static_cast<int64_t>(size_of(args.out.dtype));
+    a.out_stride = row_stride(args.out);
   }
   a.num_lost = reinterpret_cast<int32_t*>(base + x_bytes);
   a.out_side = a.has_side ? reinterpret_cast<float*>(base + x_bytes + lost_bytes) : nullptr;
@@ -80,17 +80,15 @@ std::unique_ptr<DevicePending> Engine::combine(const turnout::CombineArgs& args,
   raise_failure();
   const auto stream = static_cast<cudaStream_t>(args.stream.native);
   note_stream(stream);
-  receive_earlier(args.lane, stream);
   auto pending = std::make_unique<PendingCall>(shared_from_this(), args.lane, stream);
   pending->routing = std::static_pointer_cast<const RoutingMemory>(handle);
   CombineArgs& a = pending->combine;
   a.common = common(args.lane, facts, 0, true);
   a.common.facts.generation = pending->routing->generation;
   a.y = static_cast<const std::byte*>(args.y.data);
-  const auto last = static_cast<size_t>(args.y.ndim - 1);
-  a.y_stride = args.y.strides[last - 1] * static_cast<int64_t>(size_of(args.y.dtype));
+  a.y_stride = row_stride(args.y);
   a.dtype = args.y.dtype;
-  a.hidden = args.y.shape[last];
+  a.hidden = args.y.shape[static_cast<size_t>(args.y.ndim - 1)];
   a.wire = args.wire;
   a.apply = args.apply;
   if (args.weights.defined()) a.weights = args.weights.data, a.weights_are_bf16 = args.weights.dtype == DType::bf16;
@@ -104,9 +102,10 @@ std::unique_ptr<DevicePending> Engine::combine(const turnout::CombineArgs& args,
   a.node_of_rank = topology_.num_nodes() > 1 ? node_of_rank_ : nullptr;
   shape_record(a);
   if (is_low_latency(a)) {
-    combine_low_latency(args, *pending);
+    combine_low_latency(args, *pending, receive_now);
     return pending;
   }
+  receive_earlier(args.lane, stream);
   // Room for what may come back: known for exact size, else each token from as many ranks as it can have gone to.
   const int64_t records = pending->routing->sent_total >= 0 ? pending->routing->sent_total : a.num_tokens * std::min(num_ranks_, a.num_topk);
   a.block_rows = records;
@@ -147,13 +146,21 @@ void PendingCall::stay_open() {
   is_open_ = true;
 }
 
-/// A copy of staging belongs to every max_outstanding + 1st call. Peers start call n only when this rank has sent its part of call n - 1,
-/// so before that this rank must have received call n - max_outstanding - 1, in whatever order the caller waits. `num_calls` are about to be issued.
+/// A copy of staging belongs to every max_outstanding + 1st call, so before a rank sends call n all ranks must have received call
+/// n - max_outstanding - 1, in whatever order callers wait. To send a call in throughput mode is to hear of all ranks, so they have sent call
+/// n - 1, before which they received call n - 1 - max_outstanding. A deferred low_latency call hears of nobody until it is received, and
+/// receive_half() says how many of those there may be. `num_calls` in throughput mode are about to be issued.
 void Engine::receive_earlier(int lane, cudaStream_t stream, int64_t num_calls) {
-  LaneState& state = lanes_[static_cast<size_t>(lane)];
-  const std::vector<PendingCall*> open = state.open;
+  const uint64_t last = lanes_[static_cast<size_t>(lane)].num_sends + static_cast<uint64_t>(num_calls);
+  const auto most = static_cast<uint64_t>(config_.max_outstanding);
+  receive_if(lane, stream, [&](const PendingCall& call) { return call.ll_blocks > 0 || call.epoch + most <= last; });
+}
+
+/// The calls in flight of a lane that are `wanted`, in order.
+void Engine::receive_if(int lane, cudaStream_t stream, const std::function<bool(const PendingCall&)>& wanted) {
+  const std::vector<PendingCall*> open = lanes_[static_cast<size_t>(lane)].open;
   for (PendingCall* call : open) {
-    if (call->epoch + static_cast<uint64_t>(config_.max_outstanding) > state.num_sends + static_cast<uint64_t>(num_calls)) continue;
+    if (!wanted(*call)) continue;
     call->receive();
     if (call->stream == stream) continue;
     cudaEvent_t done = nullptr;
@@ -175,6 +182,9 @@ void PendingCall::receive() {
     check(cudaStreamWaitEvent(stream, received, 0), "cudaStreamWaitEvent");
     cudaEventDestroy(received);
     received = nullptr;
+  } else if (ll_blocks > 0) {
+    if (is_dispatch) check(launch_ll_dispatch(dispatch, ll_blocks, stream), "low_latency dispatch kernel");
+    else check(launch_ll_combine(combine, ll_blocks, stream), "low_latency combine kernel");
   } else if (is_dispatch) {
     if (!dispatch.cached) check(launch_admit(dispatch, engine_->blocks(32), stream), "admit kernel");
     check(launch_move(dispatch, false, true, engine_->blocks(dispatch.move_blocks), stream), "move kernel");

@@ -4,6 +4,7 @@
 #include "engine/cuda/device/combine.cuh"
 #include "engine/cuda/device/tickets.cuh"
 #include "engine/cuda/kernels.h"
+#include "engine/cuda/launch.h"
 #include "engine/cuda/throughput/bulk.h"
 
 namespace turnout::engine::cuda {
@@ -291,21 +292,8 @@ __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const __grid_const
 }
 
 template <class T>
-cudaError_t launch(const CombineArgs& a, bool send, bool receive, int blocks, cudaStream_t stream) {
-  if (send && receive) combine_kernel<T, true, true><<<blocks, kThreads, 0, stream>>>(a);
-  else if (send) combine_kernel<T, true, false><<<blocks, kThreads, 0, stream>>>(a);
-  else combine_kernel<T, false, true><<<blocks, kThreads, 0, stream>>>(a);
-  return cudaGetLastError();
-}
-template <class T>
-cudaError_t load() {
-  cudaFuncAttributes unused;
-  for (const void* kernel :
-       {reinterpret_cast<const void*>(combine_kernel<T, true, true>), reinterpret_cast<const void*>(combine_kernel<T, true, false>),
-        reinterpret_cast<const void*>(combine_kernel<T, false, true>)}) {
-    if (const cudaError_t bad = cudaFuncGetAttributes(&unused, kernel)) return bad;
-  }
-  return cudaSuccess;
+CallKernels<CombineArgs> kernels() {
+  return {combine_kernel<T, true, true>, combine_kernel<T, true, false>, combine_kernel<T, false, true>};
 }
 
 }  // namespace
@@ -313,11 +301,11 @@ cudaError_t load() {
 cudaError_t launch_combine(const CombineArgs& a, bool send, bool receive, int blocks, cudaStream_t stream) {
   if (a.wire == Wire::rows) return launch_combine_terms(a, send, receive, blocks, stream);
   if (send && receive && can_combine_bulk(a)) return launch_combine_bulk(a, blocks, stream);
-  return core::sums_in_double(a.dtype) ? launch<double>(a, send, receive, blocks, stream) : launch<float>(a, send, receive, blocks, stream);
+  return (core::sums_in_double(a.dtype) ? kernels<double>() : kernels<float>()).launch(a, send, receive, blocks, kThreads, stream);
 }
 cudaError_t prepare_combine() {
-  if (const cudaError_t bad = load<float>()) return bad;
-  if (const cudaError_t bad = load<double>()) return bad;
+  if (const cudaError_t bad = kernels<float>().load()) return bad;
+  if (const cudaError_t bad = kernels<double>().load()) return bad;
   if (const cudaError_t bad = prepare_combine_terms()) return bad;
   return prepare_combine_bulk();
 }

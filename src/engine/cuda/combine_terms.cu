@@ -5,6 +5,7 @@
 #include "engine/cuda/device/combine.cuh"
 #include "engine/cuda/device/tickets.cuh"
 #include "engine/cuda/kernels.h"
+#include "engine/cuda/launch.h"
 
 namespace turnout::engine::cuda {
 namespace {
@@ -307,31 +308,18 @@ __global__ void __launch_bounds__(kThreads, 1) combine_terms_kernel(const __grid
 }
 
 template <class T>
-cudaError_t launch(const CombineArgs& a, bool send, bool receive, int blocks, cudaStream_t stream) {
-  if (send && receive) combine_terms_kernel<T, true, true><<<blocks, kThreads, 0, stream>>>(a);
-  else if (send) combine_terms_kernel<T, true, false><<<blocks, kThreads, 0, stream>>>(a);
-  else combine_terms_kernel<T, false, true><<<blocks, kThreads, 0, stream>>>(a);
-  return cudaGetLastError();
-}
-template <class T>
-cudaError_t load() {
-  cudaFuncAttributes unused;
-  for (const void* kernel :
-       {reinterpret_cast<const void*>(combine_terms_kernel<T, true, true>), reinterpret_cast<const void*>(combine_terms_kernel<T, true, false>),
-        reinterpret_cast<const void*>(combine_terms_kernel<T, false, true>)}) {
-    if (const cudaError_t bad = cudaFuncGetAttributes(&unused, kernel)) return bad;
-  }
-  return cudaSuccess;
+CallKernels<CombineArgs> kernels() {
+  return {combine_terms_kernel<T, true, true>, combine_terms_kernel<T, true, false>, combine_terms_kernel<T, false, true>};
 }
 
 }  // namespace
 
 cudaError_t launch_combine_terms(const CombineArgs& a, bool send, bool receive, int blocks, cudaStream_t stream) {
-  return core::sums_in_double(a.dtype) ? launch<double>(a, send, receive, blocks, stream) : launch<float>(a, send, receive, blocks, stream);
+  return (core::sums_in_double(a.dtype) ? kernels<double>() : kernels<float>()).launch(a, send, receive, blocks, kThreads, stream);
 }
 cudaError_t prepare_combine_terms() {
-  if (const cudaError_t bad = load<float>()) return bad;
-  return load<double>();
+  if (const cudaError_t bad = kernels<float>().load()) return bad;
+  return kernels<double>().load();
 }
 
 }  // namespace turnout::engine::cuda

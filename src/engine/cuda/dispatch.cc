@@ -28,7 +28,7 @@ DispatchArgs Engine::dispatch_args(const turnout::DispatchArgs& args, const Call
   DispatchArgs a;
   a.common = common(args.lane, facts, 0, false);
   a.x = static_cast<const std::byte*>(args.x.data);
-  a.x_stride = args.x.strides[0] * static_cast<int64_t>(size_of(args.x.dtype));
+  a.x_stride = row_stride(args.x);
   a.num_tokens = args.x.shape[0];
   a.num_topk = routing.num_topk;
   a.has_weights = routing.has_weights;
@@ -50,7 +50,7 @@ DispatchArgs Engine::dispatch_args(const turnout::DispatchArgs& args, const Call
   for (size_t s = 0; s < args.side.size(); ++s) {
     const TensorView& side = args.side[s];
     a.side[s].src = static_cast<const std::byte*>(side.data);
-    a.side[s].src_stride = side.strides[0] * static_cast<int64_t>(size_of(side.dtype));
+    a.side[s].src_stride = row_stride(side);
     a.side[s].bytes = static_cast<int32_t>(side.shape[1] * static_cast<int64_t>(size_of(side.dtype)));
   }
   a.layout = routing.layout;
@@ -116,9 +116,8 @@ void Engine::place_result(const turnout::DispatchArgs& args, DispatchArgs& a, st
   a.out_scales = base + scales_at;
   for (int s = 0; s < a.num_side; ++s) a.side[s].out = base + side_at[static_cast<size_t>(s)];
   if (args.out.defined()) {
-    const auto last = static_cast<size_t>(args.out.ndim - 1);
     a.out_x = static_cast<std::byte*>(args.out.data);
-    a.out_stride = args.out.strides[last - 1] * static_cast<int64_t>(size_of(args.out.dtype));
+    a.out_stride = row_stride(args.out);
   }
 }
 
@@ -259,7 +258,6 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
   raise_failure();
   const auto stream = static_cast<cudaStream_t>(args.stream.native);
   note_stream(stream);
-  receive_earlier(args.lane, stream);
   LaneState& lane = lanes_[static_cast<size_t>(args.lane)];
   auto pending = std::make_unique<PendingCall>(shared_from_this(), args.lane, stream);
   pending->is_dispatch = true;
@@ -268,9 +266,11 @@ std::unique_ptr<DevicePending> Engine::dispatch(const turnout::DispatchArgs& arg
   a = dispatch_args(args, facts, routing);
   if (is_low_latency(a)) {
     const bool counts_arrivals = args.receive == Receive::resident && !receive_now;
-    dispatch_low_latency(args, *pending, std::static_pointer_cast<const RoutingMemory>(cached), counts_arrivals);
+    dispatch_low_latency(args, *pending, std::static_pointer_cast<const RoutingMemory>(cached), counts_arrivals,
+                         receive_now || args.receive != Receive::deferred);
     return pending;
   }
+  receive_earlier(args.lane, stream);
   const int plan_blocks = blocks(args.num_sms > 0 ? args.num_sms : kMaxChunks);
   const int move_blocks = blocks(args.num_sms > 0 ? args.num_sms : a.common.through_host ? kHostMoveSms : num_sms_);
   if (cached) reuse_routing(*pending, std::static_pointer_cast<const RoutingMemory>(cached));

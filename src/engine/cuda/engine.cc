@@ -304,6 +304,7 @@ void Engine::set_experts(const std::vector<int>& expert_to_rank) {
   table.first = table.num_local + num_ranks_;
   table.by_rank = table.first + num_ranks_ + 1;
   std::lock_guard lock(mutex_);
+  receive_with_this_map();
   finish_calls("waiting for earlier calls, which read the old map");
   const auto held = transport::device::hold_side_streams();
   check(cudaMemcpyAsync(expert_arrays_, arrays.data(), arrays.size() * 4, cudaMemcpyHostToDevice, side_stream_), "cudaMemcpy");

@@ -131,6 +131,9 @@ class Mapped {
   T* device_ = nullptr;
 };
 
+/// Bytes from a row of a tensor to the next.
+inline int64_t row_stride(const TensorView& t) { return t.strides[static_cast<size_t>(t.ndim - 2)] * static_cast<int64_t>(size_of(t.dtype)); }
+
 /// What is read of the GPU at a time.
 inline constexpr size_t kReadBytes = 4096;
 
@@ -171,7 +174,8 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
  private:
   friend class PendingCall;
   struct LaneState {
-    uint64_t num_sends = 0;  ///< calls issued
+    uint64_t num_sends = 0;                              ///< calls issued
+    uint64_t last_low_latency = 0, last_throughput = 0;  ///< of them; the latter as seen by the former
     int outstanding = 0;
     std::vector<PendingCall*> open;  ///< those whose receiving part has yet to be issued on the stream of the lane
     int64_t rounds = 0;              ///< exact: of the call being issued, once all ranks know them
@@ -194,10 +198,14 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
   int64_t most_block_rows(Layout layout, int64_t capacity) const;
   int64_t most_result_rows(Layout layout, int64_t capacity) const;
   DispatchArgs dispatch_args(const turnout::DispatchArgs& args, const CallFacts& facts, const RoutingFacts& routing) const;
+  void receive_with_this_map();
   bool is_low_latency(const DispatchArgs& a) const;
   bool is_low_latency(const CombineArgs& a) const;
-  void dispatch_low_latency(const turnout::DispatchArgs& args, PendingCall& call, std::shared_ptr<const RoutingMemory> cached, bool counts_arrivals);
-  void combine_low_latency(const turnout::CombineArgs& args, PendingCall& call);
+  void dispatch_low_latency(const turnout::DispatchArgs& args, PendingCall& call, std::shared_ptr<const RoutingMemory> cached, bool counts_arrivals,
+                            bool receives_now);
+  void combine_low_latency(const turnout::CombineArgs& args, PendingCall& call, bool receives_now);
+  template <class KernelArgs>
+  void note_low_latency(PendingCall& call, KernelArgs& a);
   void place_sums(const turnout::CombineArgs& args, CombineArgs& a, std::shared_ptr<Hold>* result, OnStream on) const;
   void read(void* to, const void* from, size_t num_bytes, std::string_view what);
   const volatile int64_t* wait_for_words(cudaStream_t stream);
@@ -224,8 +232,10 @@ class Engine : public DeviceEngine, public std::enable_shared_from_this<Engine> 
   void let_calls_end() noexcept;
   /// Throws: InvalidArgument between suspend() and resume().
   void require_memory() const;
-  /// Before the next call of a lane: what takes its staging copy, or the one after, has been received.
+  /// Before the next call of a lane: what others must not write over yet has been received.
   void receive_earlier(int lane, cudaStream_t stream, int64_t num_calls = 1);
+  void receive_half(int lane, cudaStream_t stream);
+  void receive_if(int lane, cudaStream_t stream, const std::function<bool(const PendingCall&)>& wanted);
   [[noreturn]] void throw_abort(const DeviceRecord& own);
   std::string calls_made(int lane);
 

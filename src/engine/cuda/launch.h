@@ -34,4 +34,20 @@ cudaError_t launch_kernel(void (*kernel)(Parameters...), int blocks, int threads
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
+/// A kernel of a whole call, and the same in two parts, which may be launched one by one.
+template <class Args>
+struct CallKernels {
+  void (*whole)(Args), (*sends)(Args), (*receives)(Args);
+
+  cudaError_t launch(const Args& args, bool send, bool receive, int blocks, int threads, cudaStream_t stream) const {
+    return launch_kernel(send && receive ? whole : send ? sends : receives, blocks, threads, 0, stream, false, args);
+  }
+  cudaError_t load() const {
+    for (const auto kernel : {whole, sends, receives}) {
+      if (const cudaError_t bad = load_kernel(reinterpret_cast<const void*>(kernel))) return bad;
+    }
+    return cudaSuccess;
+  }
+};
+
 }  // namespace turnout::engine::cuda

@@ -1,6 +1,6 @@
-// Calls in low_latency mode: one kernel each, in full when it is issued. Whether a call is one is decided by the configuration and by
-// facts that all ranks compare, so that all decide alike; what only one rank knows (its tokens, how its rows are aligned) the kernels
-// take as it is, or the call is refused on all ranks.
+// Calls in low_latency mode: one kernel each, or one that sends when the call is issued and one that receives at its wait. Whether a
+// call is one is decided by the configuration and by facts that all ranks compare, so that all decide alike; what only one rank knows
+// (its tokens, how its rows are aligned) the kernels take as it is, or the call is refused on all ranks.
 #include <algorithm>
 #include <string>
 
@@ -38,10 +38,37 @@ bool Engine::is_low_latency(const CombineArgs& a) const {
   return true;
 }
 
+/// Half of the copies of staging may hold low_latency calls that this rank has sent and not received: before it sends call n it receives call
+/// n - half, so all ranks have sent that one, before which they received call n - 2 half, and the copy of call n - max_outstanding - 1 is
+/// free. Before a call in throughput mode ranks receive less (receive_earlier()), so where call n - half is one, or one before it is the last
+/// that this rank has heard of, the calls since are received, too: then call n - 1 has been heard of.
+void Engine::receive_half(int lane, cudaStream_t stream) {
+  LaneState& state = lanes_[static_cast<size_t>(lane)];
+  if (state.last_low_latency != state.num_sends) state.last_throughput = state.num_sends;
+  if (state.open.empty()) return;
+  const uint64_t half = static_cast<uint64_t>(config_.max_outstanding + 1) / 2, call = state.num_sends + 1;
+  const bool mixed = state.last_throughput > 0 && call <= state.last_throughput + half;
+  receive_if(lane, stream, [&](const PendingCall& c) { return c.epoch + half <= call || (mixed && c.ll_blocks > 0); });
+}
+
+/// The kernel that sends has been issued.
+template <class KernelArgs>
+void Engine::note_low_latency(PendingCall& call, KernelArgs& a) {
+  LaneState& lane = lanes_[static_cast<size_t>(call.lane)];
+  ++lane.outstanding;
+  call.epoch = lane.last_low_latency = ++lane.num_sends;
+  call.receives_now = a.receives;
+  if (a.receives) return;
+  a.common.last_of_send = a.sends = false;
+  a.receives = true;
+  call.stay_open();
+}
+
 void Engine::dispatch_low_latency(const turnout::DispatchArgs& args, PendingCall& call, std::shared_ptr<const RoutingMemory> cached,
-                                  bool counts_arrivals) {
+                                  bool counts_arrivals, bool receives_now) {
   const cudaStream_t stream = call.stream;
   DispatchArgs& a = call.dispatch;
+  receive_half(call.lane, stream);
   if (cached) {
     a.common.facts.generation = cached->generation;
     a.common.max_local = cached->max_local;
@@ -66,22 +93,31 @@ void Engine::dispatch_low_latency(const turnout::DispatchArgs& args, PendingCall
   }
   a.common.last_of_send = true;
   a.chained = has_bulk() && sharers_ == 1;
-  const int grid = blocks(args.num_sms > 0 ? args.num_sms : ll_dispatch_blocks(a, num_sms_));
-  check(launch_ll_dispatch(a, grid, stream), "low_latency dispatch kernel");
-  LaneState& lane = lanes_[static_cast<size_t>(call.lane)];
-  ++lane.outstanding;
-  call.epoch = ++lane.num_sends;
+  a.receives = receives_now;
+  call.ll_blocks = blocks(args.num_sms > 0 ? args.num_sms : ll_dispatch_blocks(a, num_sms_));
+  check(launch_ll_dispatch(a, call.ll_blocks, stream), "low_latency dispatch kernel");
+  note_low_latency(call, a);
 }
 
-void Engine::combine_low_latency(const turnout::CombineArgs& args, PendingCall& call) {
+/// Rows of low_latency calls say which experts they are for, and their receiver looks where those are.
+void Engine::receive_with_this_map() {
+  for (const LaneState& lane : lanes_) {
+    const std::vector<PendingCall*> open = lane.open;
+    for (PendingCall* call : open) {
+      if (call->is_dispatch && call->ll_blocks > 0) call->receive();
+    }
+  }
+}
+
+void Engine::combine_low_latency(const turnout::CombineArgs& args, PendingCall& call, bool receives_now) {
   CombineArgs& a = call.combine;
+  receive_half(call.lane, call.stream);
   a.chained = has_bulk() && sharers_ == 1;
   place_sums(args, a, &call.result, call.on());
-  const int grid = blocks(args.num_sms > 0 ? args.num_sms : ll_combine_blocks(a, num_sms_));
-  check(launch_ll_combine(a, grid, call.stream), "low_latency combine kernel");
-  LaneState& lane = lanes_[static_cast<size_t>(call.lane)];
-  ++lane.outstanding;
-  call.epoch = ++lane.num_sends;
+  a.receives = receives_now;
+  call.ll_blocks = blocks(args.num_sms > 0 ? args.num_sms : ll_combine_blocks(a, num_sms_));
+  check(launch_ll_combine(a, call.ll_blocks, call.stream), "low_latency combine kernel");
+  note_low_latency(call, a);
 }
 
 }  // namespace turnout::engine::cuda

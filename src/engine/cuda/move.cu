@@ -5,6 +5,7 @@
 #include "engine/cuda/device/dispatch.cuh"
 #include "engine/cuda/device/tickets.cuh"
 #include "engine/cuda/kernels.h"
+#include "engine/cuda/launch.h"
 #include "engine/cuda/throughput/bulk.h"
 
 namespace turnout::engine::cuda {
@@ -163,21 +164,16 @@ __global__ void __launch_bounds__(kThreads, 1) move_kernel(const __grid_constant
   if (kSend && c.last_of_send) advance_epoch(c, call.epoch);
 }
 
+CallKernels<DispatchArgs> kernels() { return {move_kernel<true, true>, move_kernel<true, false>, move_kernel<false, true>}; }
+
 }  // namespace
 
 cudaError_t launch_move(const DispatchArgs& a, bool send, bool receive, int blocks, cudaStream_t stream) {
   if (can_move_bulk(a)) return launch_move_bulk(a, send, receive, blocks, stream);
-  if (send && receive) move_kernel<true, true><<<blocks, kThreads, 0, stream>>>(a);
-  else if (send) move_kernel<true, false><<<blocks, kThreads, 0, stream>>>(a);
-  else move_kernel<false, true><<<blocks, kThreads, 0, stream>>>(a);
-  return cudaGetLastError();
+  return kernels().launch(a, send, receive, blocks, kThreads, stream);
 }
 cudaError_t prepare_move() {
-  cudaFuncAttributes unused;
-  for (const void* kernel : {reinterpret_cast<const void*>(move_kernel<true, true>), reinterpret_cast<const void*>(move_kernel<true, false>),
-                             reinterpret_cast<const void*>(move_kernel<false, true>)}) {
-    if (const cudaError_t bad = cudaFuncGetAttributes(&unused, kernel)) return bad;
-  }
+  if (const cudaError_t bad = kernels().load()) return bad;
   if (const cudaError_t bad = prepare_quantize_ahead()) return bad;
   return prepare_move_bulk();
 }

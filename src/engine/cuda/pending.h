@@ -44,6 +44,7 @@ class PendingCall : public DevicePending {
   uint64_t epoch = 0;  ///< number of the call on its lane
   bool is_dispatch = false;
   bool zero_tail = false;
+  int ll_blocks = 0;               ///< low_latency: grid of its kernels
   bool receives_now = true;        ///< the receiving part is issued, if there is one apart from the call
   cudaEvent_t received = nullptr;  ///< resident
   DispatchArgs dispatch{};

@@ -48,21 +48,21 @@ __device__ __forceinline__ bool work_on_units(const auto& w, int worker, const P
   int64_t token = worker;
   int n = 0;
   uint4* to = nullptr;
-  bool sends = owed.next(w, &n, &to);
+  bool sends = a.sends && owed.next(w, &n, &to);
   Terms<kHalves> asked = ask_terms<kHalves>(a, sends ? n : -1);
   First<kHalves> now = first_of(w, parts);
   Terms<kHalves> t = terms_of(a, n, asked);
   constexpr bool kFetch = kFetches<kType, kFast> && kHasBulk;
   const bool first_is_fetched = kFetch && sends && fetch(w, t, room, fetching);
   // Now, behind those to send: once all blocks have begun to send, loads take as long as the link is busy.
-  const bool own_is_fetched = kFetch && token < a.num_tokens && fetch(w, terms_of(a, now.own_row, now.own), room.second(), fetching);
+  const bool own_is_fetched = kFetch && a.receives && token < a.num_tokens && fetch(w, terms_of(a, now.own_row, now.own), room.second(), fetching);
 #pragma unroll 1
   for (bool first = true;; first = false) {
     if (!first) {
       sends = sends && owed.next(w, &n, &to);
       t = terms_of(a, sends ? n : now.own_row, sends ? ask_terms<kHalves>(a, n) : now.own);
     }
-    if (!sends && token >= a.num_tokens) return true;
+    if (!sends && (!a.receives || token >= a.num_tokens)) return true;
     if (!sends && first) t = terms_of(a, now.own_row, now.own);
     const bool is_fetched = sends ? first && first_is_fetched : token == worker && own_is_fetched;
     if (sends && t.mask == 0) continue;  // all of it was dropped: the mask says so
@@ -86,14 +86,15 @@ template <DType kType, bool kFast, int kHalves>
 __device__ __forceinline__ bool work_on_books(const auto& w, int worker, const Parts<kHalves>& parts, FactWords* facts) {
   const auto& a = w.a;
   const Common& c = a.common;
-  if (block() == 0) send_facts(c, w.call, false, facts);
-  if (worker >= 0) {
+  if (a.sends && block() == 0) send_facts(c, w.call, false, facts);
+  if (a.sends && worker >= 0) {
     int n = 0;
     uint4* to = nullptr;
 #pragma unroll 1
     for (Owed owed(w, worker); owed.next(w, &n, &to);) send_books(w, terms_of(a, n, ask_terms<kHalves>(a, n)), n, to);
   }
-  send_for_rest<kType, kFast>(w, facts);
+  if (!a.receives) return true;
+  if (a.sends) send_for_rest<kType, kFast>(w.general(), facts);
   if (!all_agree(c, w.call)) return false;
 #pragma unroll 1
   for (int64_t t = worker; worker >= 0 && t < a.num_tokens; t += num_workers()) {
@@ -103,8 +104,8 @@ __device__ __forceinline__ bool work_on_books(const auto& w, int worker, const P
   return true;
 }
 
-template <DType kType, bool kFast>
-__global__ void __launch_bounds__(kThreads<kType, kFast>, 1) combine_kernel(const __grid_constant__ CombineArgs a, int num_fetched) {
+template <DType kType, bool kFast, class Args>
+__global__ void __launch_bounds__(kThreads<kType, kFast>, 1) combine_kernel(const __grid_constant__ Args a, int num_fetched) {
   extern __shared__ __align__(128) std::byte memory[];
   __shared__ uint64_t barriers[2 * Fetched::kMost];
   __shared__ int32_t begins[kMaxRanks + 1], records[kMaxRanks], sent[kMaxRanks], send_offset[kMaxRanks + 1];
@@ -121,7 +122,7 @@ __global__ void __launch_bounds__(kThreads<kType, kFast>, 1) combine_kernel(cons
     send_offset[s] = a.routing.send_offset[s];
     if (s < ranks) records[s] = a.routing.record_begin[s], sent[s] = a.routing.sent[s];
   }
-  const Start start = start_of(c, asked);
+  const Start start = a.sends ? start_of(c, asked) : start_of_receive(c);
   if (thread() < 2 * Fetched::kMost) {
     fetch_init(barriers + thread());
     bulk_can_read();
@@ -131,7 +132,7 @@ __global__ void __launch_bounds__(kThreads<kType, kFast>, 1) combine_kernel(cons
   // A routing whose dispatch failed is refused.
   bool good = !over && begins[0] >= 0;
   if (good) {
-    const Work<CombineArgs> w{
+    const Work<Args> w{
         a, call, PartialFormat::of(a.hidden, kElement<kType>, a.num_topk, a.has_side, c.arena.ll_combine_lines), begins, records, sent, send_offset};
     if (clerk) {
       good = work_on_books<kType, kFast>(w, worker, parts, &facts);
@@ -139,18 +140,18 @@ __global__ void __launch_bounds__(kThreads<kType, kFast>, 1) combine_kernel(cons
       const int32_t bytes = static_cast<int32_t>(a.hidden) * kElement<kType>;
       good = work_on_units<kType, kFast>(w, worker, parts, Fetched{memory, barriers, bytes, num_fetched});
     }
-  } else if (!over && clerk && block() == 0) {
+  } else if (a.sends && !over && clerk && block() == 0) {
     send_facts(c, call, true, &facts);
   }
   good = __syncthreads_and(good);
-  if (!over && block() == 0) {
+  if (a.receives && !over && block() == 0) {
+    if (!a.sends) read_facts(c, call, &facts);
     const bool heard = hear_all(c, call, &facts);
     good = __syncthreads_and(heard) && good;
   }
-  if (!good && worker >= 0) poison(a, worker);
+  if (!good && a.receives && worker >= 0) poison(a, worker);
   __syncthreads();
-  tell_expired(c, call.epoch);
-  if (c.last_of_send) advance_epoch(c, call.epoch);
+  end_kernel(c, call.epoch);
 }
 
 /// Dynamic shared memory that a block may have, on every device of this process that has been prepared.
@@ -167,20 +168,26 @@ cudaError_t launch(const CombineArgs& a, int blocks, cudaStream_t stream) {
   const int rows = kFetches<kType, true> ? static_cast<int>(std::min<int64_t>({room, a.num_topk, Fetched::kMost})) : 0;
   const auto shared = static_cast<size_t>(2 * rows * row);
   const bool fast = bits % 16 == 0 && a.hidden % kUnitChunk == 0 && a.num_topk <= 32;
-  if (fast && can_sum_slab(a)) return launch_slab_sums(a, blocks, g_shared_bytes.load(std::memory_order_relaxed), stream);
-  if (fast) combine_kernel<kType, true><<<blocks, threads(kThreads<kType, true>), shared, stream>>>(a, rows);
-  else combine_kernel<kType, false><<<blocks, threads(kThreads<kType, false>), 0, stream>>>(a, 0);
-  return cudaGetLastError();
+  const bool whole = a.sends && a.receives;
+  if (fast && whole && can_sum_slab(a)) return launch_slab_sums(a, blocks, g_shared_bytes.load(std::memory_order_relaxed), stream);
+  const auto start = [&]<class Args>(const Args& args) {
+    if (fast) return launch_kernel(combine_kernel<kType, true, Args>, blocks, threads(kThreads<kType, true>), shared, stream, false, args, rows);
+    return launch_kernel(combine_kernel<kType, false, Args>, blocks, threads(kThreads<kType, false>), 0, stream, false, args, 0);
+  };
+  return whole ? start(WholeCombine(a)) : start(a);
 }
 template <DType kType>
 cudaError_t load() {
   const auto take = [](auto* kernel, int bytes) { return load_kernel(reinterpret_cast<const void*>(kernel), bytes); };
   const int bytes = g_shared_bytes.load(std::memory_order_relaxed);
-  if (const cudaError_t bad = take(combine_kernel<kType, true>, bytes)) return bad;
   if (kType == DType::bf16) {
     if (const cudaError_t bad = prepare_slab_sums(bytes)) return bad;
   }
-  return take(combine_kernel<kType, false>, 0);
+  for (const cudaError_t bad : {take(combine_kernel<kType, true, WholeCombine>, bytes), take(combine_kernel<kType, true, CombineArgs>, bytes),
+                                take(combine_kernel<kType, false, WholeCombine>, 0), take(combine_kernel<kType, false, CombineArgs>, 0)}) {
+    if (bad) return bad;
+  }
+  return cudaSuccess;
 }
 cudaError_t find_shared_bytes() {
   int device = 0, most = 0;

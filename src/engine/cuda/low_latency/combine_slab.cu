@@ -168,7 +168,7 @@ __device__ __forceinline__ bool work_on_books(const auto& w, int worker, const S
       if (!sent) send_books(w, terms_of(a, n, ask_terms<1>(a, n)), n, to);
     }
   }
-  send_for_rest<kType, true>(Work<CombineArgs>{a, w.call, w.f, w.begins, w.records, w.sent, w.send_offset}, facts);
+  send_for_rest<kType, true>(w.general(), facts);
   // The masks of the first token are asked for together with what all ranks say: loads take long while the link is busy.
   const Parts<1> first = parts_of(w, begun.parts);
   const uint4 seen = ask_masks(w, first);
@@ -202,8 +202,7 @@ __device__ __noinline__ void end_early(const CombineArgs& a, Call call, int work
   if (kHasBulk && clerk) wait_for_fetched(fetched);
   if (worker >= 0) poison(a, worker);
   __syncthreads();
-  tell_expired(a.common, call.epoch);
-  if (a.common.last_of_send) advance_epoch(a.common, call.epoch);
+  end_kernel(a.common, call.epoch);
 }
 
 template <bool kLines>
@@ -273,8 +272,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     if (kHasBulk && clerk) wait_for_fetched(&barrier);
     if (worker >= 0) poison(a, worker);
   }
-  tell_expired(c, call.epoch);
-  if (c.last_of_send) advance_epoch(c, call.epoch);
+  end_kernel(c, call.epoch);
 }
 
 }  // namespace

@@ -11,6 +11,15 @@ __device__ __forceinline__ int wide_id_of(const AnyDispatch auto& a, int64_t i) 
   return fits ? id : -2;
 }
 
+/// Adds the tokens of a warp to the rows of the ranks that each goes to. The whole warp calls it.
+__device__ __forceinline__ void add_to_ranks(int32_t* rows, int num_ranks, uint32_t ranks) {
+#pragma unroll 1
+  for (int r = 0; r < num_ranks; ++r) {
+    const int n = __popc(__ballot_sync(kFull, ranks >> r & 1));
+    if (lane_id() == 0 && n) atomicAdd(&rows[r], n);
+  }
+}
+
 /// Counts the pairs of each expert in t.before and the rows to each rank in t.scratch. Returns where an id is no expert, -1: nowhere.
 __device__ inline int count_all(const AnyDispatch auto& a, const Tables& t) {
   const Common& c = a.common;
@@ -31,11 +40,7 @@ __device__ inline int count_all(const AnyDispatch auto& a, const Tables& t) {
       (owner < 64 ? low : high) |= 1ull << owner % 64;
     }
     if (ranks <= 8) {
-#pragma unroll 1
-      for (int r = 0; r < ranks; ++r) {
-        const int n = __popc(__ballot_sync(kFull, low >> r & 1));
-        if (lane_id() == 0 && n) atomicAdd(&rows[r], n);
-      }
+      add_to_ranks(rows, ranks, static_cast<uint32_t>(low));
     } else {
 #pragma unroll 1
       for (; low; low &= low - 1) atomicAdd(&rows[__ffsll(static_cast<long long>(low)) - 1], 1);
@@ -64,11 +69,7 @@ __device__ __forceinline__ int count_all_plain(const AnyDispatch auto& a, const 
       atomicAdd(&t.before[owner * c.max_local + t.local[id]], 1);
       ranks |= 1u << owner;
     }
-#pragma unroll 1
-    for (int r = 0; r < c.team.num_ranks; ++r) {
-      const int n = __popc(__ballot_sync(kFull, ranks >> r & 1));
-      if (lane_id() == 0 && n) atomicAdd(&t.scratch[r], n);
-    }
+    add_to_ranks(t.scratch, c.team.num_ranks, ranks);
   }
   return bad;
 }

@@ -127,9 +127,9 @@ __device__ void clear_counts(const DispatchArgs& a) {
   if (thread() == 0) *a.routing.num_rows = *a.routing.num_dropped = 0, break_routing(a.routing);
 }
 
-template <bool kPlain>
+template <bool kPlain, class Args>
 __global__ void __launch_bounds__(kMostThreads, 1)
-    dispatch_kernel(const __grid_constant__ DispatchArgs a, const __grid_constant__ SharedPlan plan, const __grid_constant__ RowFormat f) {
+    dispatch_kernel(const __grid_constant__ Args a, const __grid_constant__ SharedPlan plan, const __grid_constant__ RowFormat f) {
   extern __shared__ __align__(128) std::byte memory[];
   __shared__ Token token;
   __shared__ Admission admission;
@@ -144,10 +144,10 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   const int first_owner = thread() < c.num_experts ? __ldg(c.owner + thread()) : 0,
             first_local = thread() < c.num_experts ? __ldg(c.local + thread()) : 0;
   Early early{};
-  const bool some = worker >= 0 && worker < a.num_tokens;
+  const bool some = a.sends && worker >= 0 && worker < a.num_tokens;
   early.is_there = kPlain && some;
   if constexpr (kPlain) {
-    if (!a.cached) {
+    if (!a.cached && a.sends) {
       early.mine = ask_entries(a, worker, some);
       early.other = ask_entries(a, thread(), thread() < (block() == 0 ? static_cast<int>(a.num_tokens) : some ? worker : 0));
       if (some) early.weight = weight_of(a, static_cast<int64_t>(worker) * a.num_topk + min(lane_id(), a.num_topk - 1));
@@ -157,9 +157,9 @@ __global__ void __launch_bounds__(kMostThreads, 1)
 #pragma unroll
     for (int j = 0; j < 2; ++j) early.x[j] = load_stream_if(early.is_there && thread() + j * num_threads() < num, x + thread() + j * num_threads());
     if (some && !a.cached) clear_places(a, &token, meta_of(a, f, memory), &own_place[0]);
-    if (block() == 0 && !a.cached) clear_counters(a, t);
+    if (block() == 0 && !a.cached && a.sends) clear_counters(a, t);
   }
-  const Start start = start_of(c, asked);
+  const Start start = a.sends ? start_of(c, asked) : start_of_receive(c);
   const Call call = start.call;
 #pragma unroll 1
   for (int e = thread(); e < c.num_experts; e += num_threads()) {
@@ -169,28 +169,32 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   }
 #pragma unroll 1
   for (int s = thread(); s < c.team.num_ranks; s += num_threads()) laid[s] = 0;
-  const Work<DispatchArgs> w{a, call, f, plan, t, &token, &admission, memory, laid, worker, workers};
+  const Work<Args> w{a, call, f, plan, t, &token, &admission, memory, laid, worker, workers};
 
   if (!__syncthreads_or(start.over || (a.cached && is_broken(a.routing)))) {
     const HeaderItems items(a);
     uint4 seen{};
-    send_for_all(
-        c, call.epoch,
-        [&](int b) {
-          if (b == 0) send_counts<kPlain>(a, t, call, early, kPlain && b == block() && !a.cached, &facts);
-          return worker_of(b) >= 0 ? send_tokens<kPlain>(w, worker_of(b), early, own_place, b == block()) : have_started(c, call.epoch);
-        },
-        [&] {
-          if (!a.cached) seen = items.peek(c, call, thread());
-        });
-    bool good = a.cached ? load_known(w) : gather_counts(a, call, t, &admission, items, seen) && admit(a, call, f, t, &admission);
-    if (good && worker >= 0) {
-      lay_out_own<kPlain>(w, early, own_place);
+    if (a.sends)
+      send_for_all(
+          c, call.epoch,
+          [&](int b) {
+            if (b == 0) send_counts<kPlain>(a, t, call, early, kPlain && b == block() && !a.cached, &facts);
+            return worker_of(b) >= 0 ? send_tokens<kPlain>(w, worker_of(b), early, own_place, b == block()) : have_started(c, call.epoch);
+          },
+          [&] {
+            if (!a.cached && a.receives) seen = items.peek(c, call, thread());
+          },
+          a.receives);
+    bool good = true;
+    if (a.receives) good = a.cached ? load_known(w) : gather_counts(a, call, t, &admission, items, seen) && admit(a, call, f, t, &admission);
+    if (a.receives && good && worker >= 0) {
+      if (a.sends) lay_out_own<kPlain>(w, early, own_place);
       good = receive_rows<kPlain>(w);
       if (good) fill_rest(w);
     }
     // Last, since rows are waited for by others of this block.
-    if (block() == 0) good = publish(a, call, t, admission, &facts) && good && !is_over(c, call);
+    if (block() == 0 && !a.sends) read_facts(c, call, &facts);
+    if (block() == 0 && a.receives) good = publish(a, call, t, admission, &facts) && good && !is_over(c, call);
     if (!good && !a.cached) clear_counts(a);
     bulk_finish();
     if (good && a.arrived) count_arrivals(w);
@@ -198,8 +202,23 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     clear_counts(a);
   }
   __syncthreads();
-  tell_expired(c, call.epoch);
-  if (c.last_of_send) advance_epoch(c, call.epoch);
+  end_kernel(c, call.epoch);
+}
+
+template <class Args>
+cudaError_t launch(const Args& a, bool plain, int blocks, int threads, cudaStream_t stream) {
+  const SharedPlan plan = SharedPlan::of(a, blocks > 1 ? blocks - 1 : 1);
+  const RowFormat f = RowFormat::of(a);
+  const auto bytes = static_cast<size_t>(plan.num_bytes);
+  const auto kernel = plain ? dispatch_kernel<true, Args> : dispatch_kernel<false, Args>;
+  return launch_kernel(kernel, blocks, threads, bytes, stream, false, a, plan, f);
+}
+template <class Args>
+cudaError_t load() {
+  for (const auto kernel : {dispatch_kernel<true, Args>, dispatch_kernel<false, Args>}) {
+    if (const cudaError_t bad = load_kernel(reinterpret_cast<const void*>(kernel), SharedPlan::kMost)) return bad;
+  }
+  return cudaSuccess;
 }
 
 int threads_for(const DispatchArgs& a) {
@@ -236,20 +255,15 @@ int ll_dispatch_blocks(const DispatchArgs& a, int num_sms) {
 }
 
 cudaError_t launch_ll_dispatch(const DispatchArgs& a, int blocks, cudaStream_t stream) {
-  const low_latency::SharedPlan plan = low_latency::SharedPlan::of(a, blocks > 1 ? blocks - 1 : 1);
-  const RowFormat f = RowFormat::of(a);
   const int threads = low_latency::threads_for(a);
   const bool plain = low_latency::is_plain(a);
   if (plain && low_latency::can_dispatch_slab(a, blocks)) return low_latency::launch_dispatch_slab(a, blocks, stream);
-  if (plain) low_latency::dispatch_kernel<true><<<blocks, threads, static_cast<size_t>(plan.num_bytes), stream>>>(a, plan, f);
-  else low_latency::dispatch_kernel<false><<<blocks, threads, static_cast<size_t>(plan.num_bytes), stream>>>(a, plan, f);
-  return cudaGetLastError();
+  if (!a.sends || !a.receives) return low_latency::launch(a, plain, blocks, threads, stream);
+  return low_latency::launch(WholeDispatch(a), plain, blocks, threads, stream);
 }
 
 cudaError_t prepare_ll_dispatch() {
-  for (const cudaError_t bad : {load_kernel(reinterpret_cast<const void*>(low_latency::dispatch_kernel<true>), low_latency::SharedPlan::kMost),
-                                load_kernel(reinterpret_cast<const void*>(low_latency::dispatch_kernel<false>), low_latency::SharedPlan::kMost),
-                                low_latency::prepare_dispatch_slab()}) {
+  for (const cudaError_t bad : {low_latency::load<WholeDispatch>(), low_latency::load<DispatchArgs>(), low_latency::prepare_dispatch_slab()}) {
     if (bad) return bad;
   }
   return cudaSuccess;

@@ -13,7 +13,7 @@ namespace turnout::engine::cuda::low_latency {
 namespace {
 
 /// What blocks owe that have not started. Rare, so it takes the general way, which makes the same words.
-__device__ __noinline__ void send_for_rest(const DispatchArgs& a, RowFormat f, Tables t, FactWords* facts, Call call, std::byte* row) {
+__device__ __noinline__ void send_for_rest(const WholeDispatch& a, RowFormat f, Tables t, FactWords* facts, Call call, std::byte* row) {
   const Common& c = a.common;
   __shared__ Token token;
   __shared__ int32_t found, unused;
@@ -204,7 +204,7 @@ int counters_for(const DispatchArgs& a) { return static_cast<int>(a.num_tokens <
 }  // namespace
 
 bool can_dispatch_slab(const DispatchArgs& a, int blocks) {
-  const bool is_slab = a.layout == SlabArgs::layout && !a.cached && !a.arrived && a.num_side == 0 && a.common.last_of_send;
+  const bool is_slab = a.sends && a.receives && a.layout == SlabArgs::layout && !a.cached && !a.arrived && a.num_side == 0 && a.common.last_of_send;
   const bool is_usual = a.num_topk == SlabArgs::num_topk && a.dtype == SlabArgs::dtype && a.quantize == SlabArgs::quantize && a.has_weights &&
                         !a.weights_are_bf16 && reinterpret_cast<uintptr_t>(a.topk_idx) % 16 == 0;
   return is_slab && is_usual && a.num_tokens < blocks && a.num_tokens <= kMostCounters && builders_for(a) <= kMostBuilders && a.hidden % kChunk == 0;

@@ -14,9 +14,15 @@ namespace turnout::engine::cuda {
 template <class T>
 concept AnyDispatch = std::derived_from<T, DispatchArgs>;
 
-/// What most low_latency dispatches are: to a slab, with new ids, bf16 to fp8. Constants hide the members of the same name.
-struct SlabArgs : DispatchArgs {
-  explicit SlabArgs(const DispatchArgs& a) : DispatchArgs(a) {}
+/// Of a kernel that both sends and receives. Constants hide the members of the same name.
+struct WholeDispatch : DispatchArgs {
+  explicit WholeDispatch(const DispatchArgs& a) : DispatchArgs(a) {}
+  static constexpr bool sends = true, receives = true;
+};
+
+/// What most low_latency dispatches are: to a slab, with new ids, bf16 to fp8.
+struct SlabArgs : WholeDispatch {
+  explicit SlabArgs(const DispatchArgs& a) : WholeDispatch(a) {}
   static constexpr bool kAlignedIds = true;
   static constexpr int num_topk = 8, num_side = 0, alignment = 1;
   static constexpr bool cached = false, has_weights = true, weights_are_bf16 = false;
@@ -29,8 +35,12 @@ struct SlabArgs : DispatchArgs {
 /// The same of a combine: rows of a slab, plain sums of eight entries.
 template <class T>
 concept AnyCombine = std::derived_from<T, CombineArgs>;
-struct SlabSums : CombineArgs {
-  explicit SlabSums(const CombineArgs& a) : CombineArgs(a) {}
+struct WholeCombine : CombineArgs {
+  explicit WholeCombine(const CombineArgs& a) : CombineArgs(a) {}
+  static constexpr bool sends = true, receives = true;
+};
+struct SlabSums : WholeCombine {
+  explicit SlabSums(const CombineArgs& a) : WholeCombine(a) {}
   static constexpr int num_topk = 8;
   static constexpr CombineWeights apply = CombineWeights::none;
   static constexpr Layout layout = Layout::expert_slab;

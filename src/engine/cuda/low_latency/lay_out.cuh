@@ -236,17 +236,18 @@ __device__ __forceinline__ bool receive_row(const auto& w, int s, int i, std::by
   return __syncthreads_and(good);
 }
 
-/// The rows of all other ranks, as they arrive; `seen`: of ask_first_row(). False: given up.
+/// The rows of all other ranks, and own ones that wait in staging, as they arrive; `seen`: of ask_first_row(). False: given up.
 template <bool kPlain>
 __device__ __forceinline__ bool receive_rows(const auto& w, RowWords seen = {}) {
   const int ranks = w.a.common.team.num_ranks, me = w.a.common.team.rank;
   int j = 0, first = 0;  // rows of the sources before s
   int s = (me + 1) % ranks;
 #pragma unroll 1
-  for (int n = w.worker; s != me;) {
+  for (int n = w.worker; s != me || !w.a.sends;) {
     const int rows = w.m->begins[s + 1] - w.m->begins[s];
     if (n - first >= rows) {
       first += rows;
+      if (s == me) break;
       s = (s + 1) % ranks;
       seen = {};
       continue;

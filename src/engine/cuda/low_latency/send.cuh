@@ -13,8 +13,11 @@ struct Token {
   int32_t pair[kMaxTopk];  ///< earlier pairs of the same expert
   int32_t row[kMaxTopk];   ///< place in the list of that destination
   float weight[kMaxTopk];
-  uint32_t remote;  ///< of a plain token: the k's with a key that is another rank
+  uint32_t remote;  ///< of a plain token: the k's with a key that it travels to
 };
+/// A row that stays on its rank waits in shared memory for the receiving part, or in staging if that is another kernel's.
+__device__ __forceinline__ bool travels_to(const AnyDispatch auto& a, int rank) { return rank != a.common.team.rank || !a.receives; }
+
 struct Meta {  // of a row, where RowFormat::meta says
   int32_t* id;
   int32_t* pair;
@@ -244,7 +247,7 @@ __device__ __forceinline__ void find_places_plain(const AnyDispatch auto& a, con
     if (j < k && dest[j] == my_dest) first = false;
   }
   const bool goes = my_id >= 0 && first;
-  const uint32_t remote = __ballot_sync(kFull, goes && my_dest != a.common.team.rank);
+  const uint32_t remote = __ballot_sync(kFull, goes && travels_to(a, my_dest));
   if (k == 0) s->remote = remote;
   if (k >= a.num_topk) return;
   s->id[k] = m.id[k] = my_id < 0 ? -1 : my_id;
@@ -368,12 +371,12 @@ __device__ __forceinline__ void prepare_token(const AnyDispatch auto& a, const R
     m.pair[k] = s->pair[k];
     m.weight[k] = s->weight[k];
   }
-  const unsigned remote = __ballot_sync(kFull, k < min(a.num_topk, 32) && s->key[k] >= 0 && s->key[k] != a.common.team.rank);
+  const unsigned remote = __ballot_sync(kFull, k < min(a.num_topk, 32) && s->key[k] >= 0 && travels_to(a, s->key[k]));
   if (k == 0) s->remote = remote;
   __syncthreads();
 }
 
-/// To all ranks but this one.
+/// To all ranks that it travels to.
 template <bool kPlain>
 __device__ __forceinline__ void send_row(const AnyDispatch auto& a, const RowFormat& f, const Token* s, Call call, const std::byte* row) {
   const Common& c = a.common;
@@ -387,7 +390,7 @@ __device__ __forceinline__ void send_row(const AnyDispatch auto& a, const RowFor
   } else {
 #pragma unroll 1
     for (int k = 0; k < a.num_topk; ++k) {
-      if (s->key[k] >= 0 && s->key[k] != c.team.rank) send(k);
+      if (s->key[k] >= 0 && travels_to(a, s->key[k])) send(k);
     }
   }
 }

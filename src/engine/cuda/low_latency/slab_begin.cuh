@@ -319,11 +319,7 @@ __device__ __forceinline__ int count_all(const SlabArgs& a, const Tables& t, con
     const uint32_t to = 1u << t.owner[max(id, 0)];
     ranks |= id >= 0 && u < tokens ? to : 0;
   }
-#pragma unroll 1
-  for (int r = 0; r < c.team.num_ranks; ++r) {
-    const int n = __popc(__ballot_sync(kFull, ranks >> r & 1));
-    if (lane_id() == 0 && n) atomicAdd(&t.scratch[r], n);
-  }
+  add_to_ranks(t.scratch, c.team.num_ranks, ranks);
   return bad;
 }
 

@@ -88,7 +88,7 @@ __device__ __forceinline__ bool wait_for_word(const Common& c, Phase phase, int 
       },
       [&] { return word->w; });
 }
-/// At the start, before a barrier; and at the end, after one.
+/// At the start, before a barrier.
 __device__ __forceinline__ void clear_expired() {
   if (thread() == 0) expired().claimed = 0;
 }
@@ -104,6 +104,11 @@ __device__ __noinline__ inline void report_expired(const Common& c, uint32_t epo
 }
 __device__ __forceinline__ void tell_expired(const Common& c, uint32_t epoch) {
   if (thread() == 0 && expired().claimed) report_expired(c, epoch);
+}
+/// The end of a kernel, after a barrier.
+__device__ __forceinline__ void end_kernel(const Common& c, uint32_t epoch) {
+  tell_expired(c, epoch);
+  if (c.last_of_send) advance_epoch(c, epoch);
 }
 
 struct Start {
@@ -135,6 +140,13 @@ __device__ __forceinline__ Start start_of(const Common& c, LaneControl* lane, ui
 }
 __device__ __forceinline__ Start start_of(const Common& c, const Asked& asked) {
   return start_of(c, c.lane_control, static_cast<uint32_t>(c.arena.depth), asked);
+}
+
+/// The same for a kernel that only receives, maybe behind later calls: words of the lane that those use stay as they are.
+__device__ __forceinline__ Start start_of_receive(const Common& c) {
+  const Call call = call_of(c);
+  clear_expired();
+  return {call, is_over(c, call)};
 }
 
 /// Whether this thread's block does the sending part of block `b`, which has not started; of all that could, one does. Where few SMs are
@@ -182,16 +194,16 @@ __device__ __forceinline__ bool have_started_soon(const Common& c, uint32_t epoc
 }
 /// For a block: calls `send(b)` for itself and then for those that have not started. It may say what have_started() said some time
 /// after its start, so that the answer needs not be waited for. `meanwhile()` asks for what comes next. One loop, so that the code of
-/// sending is there once.
+/// sending is there once. Not `waits`: nobody is waited for afterwards, so each block does its own part.
 template <class Send, class Meanwhile>
-__device__ __forceinline__ void send_for_all(const Common& c, uint32_t epoch, Send send, Meanwhile meanwhile) {
+__device__ __forceinline__ void send_for_all(const Common& c, uint32_t epoch, Send send, Meanwhile meanwhile, bool waits = true) {
   int next = 0;
 #pragma unroll 1
   for (int b = block();;) {
     const bool all = send(b);
     if (b == block()) {
       meanwhile();
-      if (!__syncthreads_or(!all)) return;
+      if (!waits || !__syncthreads_or(!all)) return;
       __shared__ int found;
       if (warp_id() == 0) {
         const int unstarted = next_unstarted(c, epoch, 0, true);
@@ -213,6 +225,16 @@ __device__ __forceinline__ void send_for_all(const Common& c, uint32_t epoch, Se
 
 __device__ __forceinline__ const uint4* header_words(const Common& c, Call call, int source) {
   return reinterpret_cast<const uint4*>(c.team.base[c.team.rank] + c.arena.header_at(c.lane, call.copy, source));
+}
+
+/// What this rank told when it sent. The map of experts may be another by now.
+__device__ inline void read_facts(const Common& c, Call call, FactWords* facts) {
+#pragma unroll 1
+  for (int i = thread(); i < FactWords::kNum; i += num_threads()) {
+    const uint4 word = load_word(header_words(c, call, c.team.rank) + i / kWordPayload);
+    facts->words[i] = i % kWordPayload == 0 ? word.x : i % kWordPayload == 1 ? word.y : word.z;
+  }
+  __syncthreads();
 }
 
 /// The header of a call without counts, by one warp.

@@ -167,11 +167,11 @@ __device__ __noinline__ inline bool remote_pairs(const DispatchArgs& a, Call cal
 
 /// Goes through the rows of source `s` from its first on and adds their pairs to `admitted`, until `most_rows` rows are done or, if
 /// `capacity` >= 0, a pair does not fit. Rare, so one thread does it. False: given up.
-__device__ __noinline__ inline bool walk(const DispatchArgs& a, Call call, RowFormat f, Tables t, Admission* m, int s, int most_rows, int64_t used,
-                                         int64_t capacity) {
+__device__ __noinline__ inline bool walk(const AnyDispatch auto& a, Call call, RowFormat f, Tables t, Admission* m, int s, int most_rows,
+                                         int64_t used, int64_t capacity) {
   const Common& c = a.common;
   const int topk = a.num_topk;
-  const bool own = s == c.team.rank;
+  const bool own = s == c.team.rank && a.sends;
   const auto units = own ? static_cast<int>(a.num_tokens) : most_rows;
   __shared__ bool done;
   int row = 0;  // of thread 0

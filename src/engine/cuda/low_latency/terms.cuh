@@ -15,6 +15,9 @@ struct Work {
   const int32_t* records;      ///< [R] where this rank's records begin in the staging of each source
   const int32_t* sent;         ///< [R]
   const int32_t* send_offset;  ///< [R + 1]
+
+  /// For what is there once, whatever is known of the arguments.
+  __device__ __forceinline__ Work<CombineArgs> general() const { return {a, call, f, begins, records, sent, send_offset}; }
 };
 
 /// The terms of a received row, spread over the lanes of a warp: lane l holds entry l and, of more than 32, l + 32.
