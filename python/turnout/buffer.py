@@ -81,7 +81,7 @@ class Buffer(_core.Buffer):
         one that has not come to the call has `busy_timeout`; a line naming the ranks waited for is logged every `report_every`.
         touch_pages: writes the receive region once before the first call.
         allocator: of results that are not leases: allocate(num_bytes, stream) -> address, deallocate(address, num_bytes). On a GPU memory is
-        given back once the stream has done with it; if its attribute stream_ordered is true, at once.
+        given back once the stream has done with it; if its attribute stream_ordered is true, at once, but for four small ones.
 
         Raises InvalidArgument (also if ranks disagree: a table on all ranks), TransportError (memory), PeerTimeout.
         """

@@ -12,6 +12,11 @@ namespace turnout::engine::cuda {
 
 using transport::device::check;
 
+namespace {
+/// Of a stream-ordered Allocator, given back by the only stream: the rows of a small dispatch and the sums of its combine, twice.
+constexpr size_t kMostKept = 4, kMostKeptBytes = size_t{16} << 20;
+}  // namespace
+
 uint64_t capture_of(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   unsigned long long id = 0;
@@ -180,6 +185,9 @@ Memory::~Memory() {
   cudaGetDevice(&before);
   cudaSetDevice(device_);
   finish();
+  if (allocator_) {
+    for (const auto& [num_bytes, data] : idle_) allocator_->deallocate(data, num_bytes);
+  }
   for (const Returned& r : returned_) {
     allocator_->deallocate(r.data, r.num_bytes);
     if (r.event) cudaEventDestroy(r.event);
@@ -192,6 +200,43 @@ Memory::~Memory() {
   cudaSetDevice(before);
 }
 
+/// Memory of a stream-ordered Allocator that the only stream gave back: of the same size, so that it is known when it goes back for good.
+/// `unwanted`: what others than that stream may want now.
+std::byte* Memory::take_kept(size_t num_bytes, cudaStream_t stream, uint64_t capture, std::multimap<size_t, std::byte*>* unwanted) {
+  if (capture || !allocator_->is_stream_ordered()) return nullptr;
+  if (only_.must_share(stream) || only_.is_shared()) {
+    idle_.swap(*unwanted);
+    return nullptr;
+  }
+  const auto fits = idle_.find(num_bytes);
+  if (fits == idle_.end()) return nullptr;
+  std::byte* const data = fits->second;
+  idle_.erase(fits);
+  return data;
+}
+
+std::byte* Memory::allocate(size_t num_bytes, cudaStream_t stream, uint64_t capture, std::unique_lock<std::mutex> lock) {
+  std::multimap<size_t, std::byte*> unwanted;
+  std::byte* data = take_kept(num_bytes, stream, capture, &unwanted);
+  lock.unlock();  // an Allocator may have locks of its own
+  for (const auto& [bytes, kept] : unwanted) allocator_->deallocate(kept, bytes);
+  try {
+    if (!data) data = static_cast<std::byte*>(allocator_->allocate(num_bytes));
+  } catch (const std::bad_alloc&) {
+    // Told below, as what returns null is.
+  }
+  if (!data) throw TransportError("no memory for " + std::to_string(num_bytes) + " bytes of a result: the Allocator had none");
+  return data;
+}
+
+/// Asking an Allocator costs as much as half of a small call.
+bool Memory::keep(const Piece& piece) {
+  std::lock_guard lock(mutex_);
+  if (piece.num_bytes > kMostKeptBytes || idle_.size() >= kMostKept || !only_.is(piece.stream) || only_.is_shared()) return false;
+  idle_.emplace(piece.num_bytes, piece.data);
+  return true;
+}
+
 Memory::Piece Memory::take(size_t num_bytes, OnStream on) {
   const auto [stream, capture] = on;
   // Sizes are rounded so that calls of about one size share what is free.
@@ -200,17 +245,7 @@ Memory::Piece Memory::take(size_t num_bytes, OnStream on) {
   if (size > (1u << 20)) size = static_cast<size_t>(core::align_up(static_cast<int64_t>(num_bytes), 1 << 20));
   std::unique_lock lock(mutex_);
   if (std::find(users_.begin(), users_.end(), stream) == users_.end()) users_.push_back(stream);
-  if (allocator_) {
-    lock.unlock();
-    std::byte* data = nullptr;
-    try {
-      data = static_cast<std::byte*>(allocator_->allocate(num_bytes));
-    } catch (const std::bad_alloc&) {
-      // Told below, as what returns null is.
-    }
-    if (!data) throw TransportError("no memory for " + std::to_string(num_bytes) + " bytes of a result: the Allocator had none");
-    return {data, num_bytes, stream, capture};
-  }
+  if (allocator_) return {allocate(num_bytes, stream, capture, std::move(lock)), num_bytes, stream, capture};
   if (!capture && only_.must_share(stream)) {
     for (const auto& [bytes, data] : idle_) fences_.add(reinterpret_cast<size_t>(data), bytes, stream);
     free_.merge(idle_);
@@ -257,7 +292,10 @@ void Memory::give_back(const Piece& piece) noexcept {
   try {
     if (!piece.data) return;
     if (allocator_ && piece.capture) return;  // a graph reads and writes it at every replay
-    if (allocator_ && allocator_->is_stream_ordered()) return allocator_->deallocate(piece.data, piece.num_bytes);
+    if (allocator_ && allocator_->is_stream_ordered()) {
+      if (!keep(piece)) allocator_->deallocate(piece.data, piece.num_bytes);
+      return;
+    }
     std::lock_guard lock(mutex_);
     if (allocator_) {
       transport::device::CurrentDevice current(device_);

@@ -144,6 +144,9 @@ class Memory {
     cudaEvent_t event;  ///< null: cannot be told before all is over
   };
   void deallocate_returned();
+  std::byte* allocate(size_t num_bytes, cudaStream_t stream, uint64_t capture, std::unique_lock<std::mutex> lock);
+  std::byte* take_kept(size_t num_bytes, cudaStream_t stream, uint64_t capture, std::multimap<size_t, std::byte*>* unwanted);
+  bool keep(const Piece& piece);
   std::vector<Returned> returned_;  ///< to the caller's Allocator, when the GPU has passed the event
   std::vector<std::byte*> all_;
 };
