@@ -53,7 +53,7 @@ uint64_t Attempts::num_tries(int rank) {
   if (!has(key("try", rank, 0))) return 0;
   uint64_t beyond = 1;
   while (beyond < kMostTries && has(key("try", rank, beyond))) beyond *= 2;  // some stores have every key
-  uint64_t last = beyond / 2;  // is there; `beyond` is not
+  uint64_t last = beyond / 2;                                                // is there; `beyond` is not
   while (beyond - last > 1) {
     const uint64_t middle = last + (beyond - last) / 2;
     (has(key("try", rank, middle)) ? last : beyond) = middle;
