@@ -30,8 +30,9 @@ def tests_of(folder):
         inputs = number(r"number_of_executed_units: *(\d+)", log)
         good = state.read_text().strip() == "0"
         passed, failed = passed + inputs - (not good), failed + (not good)
+        edges = number(r" cov: (\d+) ", log)
         kept = sum(1 for _ in (folder / "corpus" / state.stem).glob("*"))
-        names.append(f"{state.stem}: {inputs} inputs, {number(r' cov: (\d+) ', log)} edges, {kept} inputs kept, {'no failure' if good else 'FAILED'}")
+        names.append(f"{state.stem}: {inputs} inputs, {edges} edges, {kept} inputs kept, {'no failure' if good else 'FAILED'}")
     return {"passed": passed, "failed": failed, "skipped": 0, "names": names}
 
 

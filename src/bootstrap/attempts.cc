@@ -15,6 +15,7 @@ using std::chrono::milliseconds;
 
 /// Who finds that the others have given up waits this long for their next try: a job that is started anew does not start at once.
 constexpr milliseconds kGrace{1000};
+constexpr uint64_t kMostTries = uint64_t{1} << 62;
 
 /// What a rank that gave up leaves: the number of rank 0's next try, and who was missing.
 std::vector<std::byte> note_of(int num_ranks, uint64_t next_attempt, const std::vector<int>& missing) {
@@ -51,8 +52,8 @@ struct Attempts::Peer {
 uint64_t Attempts::num_tries(int rank) {
   if (!has(key("try", rank, 0))) return 0;
   uint64_t beyond = 1;
-  while (has(key("try", rank, beyond))) beyond *= 2;
-  uint64_t last = beyond / 2;  // is there; `beyond` is not
+  while (beyond < kMostTries && has(key("try", rank, beyond))) beyond *= 2;  // some stores have every key
+  uint64_t last = beyond / 2;                                                // is there; `beyond` is not
   while (beyond - last > 1) {
     const uint64_t middle = last + (beyond - last) / 2;
     (has(key("try", rank, middle)) ? last : beyond) = middle;
@@ -85,7 +86,7 @@ Attempts::Outcome Attempts::follow(uint64_t number, Clock::time_point deadline) 
     }
     // A note is news, or what an earlier job has left: rank 0 of this one has come, or comes soon.
     store_.set(key("took", rank_, number), *answer);
-    if (!wait_for_try(0, number_in(value), deadline)) return {.missing = missing_in(value), .ours = false};
+    if (Clock::now() > deadline + kGrace || !wait_for_try(0, number_in(value), deadline)) return {.missing = missing_in(value), .ours = false};
     store_.set(key("try", rank_, ++number), pack(Kind::arrived, num_ranks_, "", {}));
   }
 }
@@ -130,7 +131,7 @@ Attempts::Outcome Attempts::lead(uint64_t attempt, Clock::time_point deadline) {
     for (Peer& peer : peers) {
       if (!peer.done) move(peer, attempt, slice, outcome);
       if (outcome.missing.empty() && outcome.other_count == 0) continue;
-      if (outcome.other_count != 0) answer_everybody(peers, outcome);
+      if (outcome.other_count != 0) answer_everybody(peers, outcome, deadline);
       else give_up(peers, outcome);
       return outcome;
     }
@@ -185,12 +186,13 @@ void Attempts::give_up(const std::vector<Peer>& peers, Outcome& outcome) {
 }
 
 /// Some rank counts other ranks: all go on to the step, whose values say so.
-void Attempts::answer_everybody(const std::vector<Peer>& peers, const Outcome& outcome) {
+/// How many that one says: as many as there is time for are answered.
+void Attempts::answer_everybody(const std::vector<Peer>& peers, const Outcome& outcome, Clock::time_point deadline) {
   const auto answer = numbered(num_ranks_, outcome.attempt);
   for (const Peer& peer : peers) {
     if (!peer.done && !peer.answered) store_.set(key("go", peer.rank, peer.number), answer);
   }
-  for (int rank = num_ranks_; rank < outcome.other_count; ++rank) {
+  for (int rank = num_ranks_; rank < outcome.other_count && (Clock::now() < deadline || rank < 2 * num_ranks_); ++rank) {
     const uint64_t tries = num_tries(rank);
     if (tries > 0) store_.set(key("go", rank, tries - 1), answer);
     store_.set(key("go", rank, tries), answer);

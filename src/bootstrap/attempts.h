@@ -45,7 +45,7 @@ class Attempts {
   Outcome miss_rank_zero(uint64_t number);
   void move(Peer& peer, uint64_t attempt, std::chrono::milliseconds slice, Outcome& outcome);
   void give_up(const std::vector<Peer>& peers, Outcome& outcome);
-  void answer_everybody(const std::vector<Peer>& peers, const Outcome& outcome);
+  void answer_everybody(const std::vector<Peer>& peers, const Outcome& outcome, Clock::time_point deadline);
 
   Store& store_;
   const std::string prefix_;

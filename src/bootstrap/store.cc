@@ -4,7 +4,6 @@
 // A rank that gives up writes the list of missing ranks under their keys: who waits for them learns it at once, by any store.
 #include <algorithm>
 #include <condition_variable>
-#include <cstring>
 #include <functional>
 #include <map>
 #include <mutex>
@@ -16,6 +15,7 @@
 #include "bootstrap/group_name.h"
 #include "bootstrap/step_value.h"
 #include "bootstrap/timeout.h"
+#include "core/bytes.h"
 #include "turnout/bootstrap.h"
 #include "util/process.h"
 
@@ -63,7 +63,7 @@ class ThreadStore final : public Store {
 
 std::vector<int> unpack_ranks(const std::vector<std::byte>& bytes) {
   std::vector<int> ranks(bytes.size() / sizeof(int));
-  std::memcpy(ranks.data(), bytes.data(), ranks.size() * sizeof(int));
+  core::copy_bytes(ranks.data(), bytes.data(), ranks.size() * sizeof(int));
   return ranks;
 }
 
