@@ -1,0 +1,87 @@
+// What a process holds of the system: descriptors, threads, memory. All of it must be as before once everything of Turnout's is destroyed.
+#pragma once
+#include <malloc.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <filesystem>
+#include <fstream>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+namespace turnout::testing {
+
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+inline constexpr int kSlower = 5;
+#else
+inline constexpr int kSlower = 1;
+#endif
+
+struct Belongings {
+  size_t descriptors = 0, threads = 0, memory_files = 0;
+  bool operator==(const Belongings&) const = default;
+  std::string words() const {
+    return std::to_string(descriptors) + " descriptors, " + std::to_string(threads) + " threads, " + std::to_string(memory_files) +
+           " mappings of memory files";
+  }
+};
+inline Belongings belongings() {
+  const auto entries = [](const char* folder) {
+    size_t n = 0;
+    for (const auto& entry : std::filesystem::directory_iterator(folder)) n += !entry.path().empty();
+    return n;
+  };
+  Belongings b{entries("/proc/self/fd"), entries("/proc/self/task"), 0};
+  std::ifstream maps("/proc/self/maps");
+  for (std::string line; std::getline(maps, line);) b.memory_files += line.find("/memfd:") != std::string::npos;
+  return b;
+}
+/// A thread that has been joined may be listed for a moment more. Throws if something is kept.
+inline void expect_belongings(const Belongings& before) {
+  const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(2 * kSlower);
+  Belongings now = belongings();
+  while (now != before && std::chrono::steady_clock::now() < until) {
+    std::this_thread::yield();
+    now = belongings();
+  }
+  if (now != before) throw std::runtime_error("leaked: " + now.words() + " now, " + before.words() + " before the Communicator was made");
+}
+
+/// Memory of this process, without what is free in its heap.
+inline int64_t resident_kib() {
+  malloc_trim(0);
+  std::ifstream file("/proc/self/statm");
+  int64_t total = 0, resident = 0;
+  file >> total >> resident;
+  return resident * (sysconf(_SC_PAGESIZE) / 1024);
+}
+
+/// Looks at memory and descriptors again and again: once things have settled they stay as they are.
+class Flat {
+ public:
+  /// REQUIRES: nothing of Turnout's lives.
+  void look() {
+    if (++num_looks_ <= kSettled) {
+      first_ = belongings();
+      most_kib_ = std::max(most_kib_, resident_kib());
+      return;
+    }
+    expect_belongings(first_);
+    last_kib_ = resident_kib();
+  }
+  int64_t grown_kib() const { return num_looks_ > kSettled ? last_kib_ - most_kib_ : 0; }
+  /// Throws if memory has grown. Sanitizers keep what is freed.
+  void check() const {
+    if (kSlower > 1 || grown_kib() <= kMostKib) return;
+    throw std::runtime_error("memory has grown by " + std::to_string(grown_kib()) + " KiB after the first " + std::to_string(kSettled) +
+                             " looks of " + std::to_string(num_looks_));
+  }
+
+ private:
+  static constexpr int64_t kSettled = 8, kMostKib = 16 << 10;
+  int64_t num_looks_ = 0, most_kib_ = 0, last_kib_ = 0;
+  Belongings first_;
+};
+
+}  // namespace turnout::testing
