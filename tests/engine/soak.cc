@@ -177,8 +177,9 @@ void write_record(tools::Report report, const Options& options, const Tally& tal
 
 /// Prints the last line of a run and returns its exit status.
 int finish(tools::Report record, const Options& options, const Tally& tally, const Flat& flat, int64_t num_sessions, bool failed) {
-  record.tests.names.push_back("memory has grown by " + std::to_string(flat.grown_kib()) +
-                               " KiB after the first sessions; descriptors, threads and mappings have not");
+  const std::string memory = "memory has grown by " + std::to_string(flat.heap_grown_kib()) + " KiB of the heap, and by " +
+                             std::to_string(flat.grown_kib()) + " KiB resident since it has settled; descriptors, threads and mappings have not";
+  record.tests.names.push_back(memory);
   for (const auto& [what, times] : tally) std::printf("%10lld  %s\n", static_cast<long long>(times), what.c_str());
   int64_t num_failed = failed ? 1 : 0;
   if (!failed && !options.perils && options.seconds >= 60 && options.choices.num_ranks == 0 && options.choices.transport.empty() &&
@@ -188,7 +189,7 @@ int finish(tools::Report record, const Options& options, const Tally& tally, con
       ++num_failed;
     }
   }
-  std::printf("memory has grown by %lld KiB after the first sessions\n", static_cast<long long>(flat.grown_kib()));
+  std::printf("%s\n", memory.c_str());
   if (!options.record.empty()) write_record(record, options, tally, num_sessions, num_failed);
   const auto compared = tally.count(Player::kCompared) ? tally.at(Player::kCompared) : 0;
   std::printf("%lld passed, %lld failed, 0 skipped\n", static_cast<long long>(compared), static_cast<long long>(num_failed));
@@ -240,6 +241,14 @@ int soak(const Options& options) {
   Flat flat;
   const auto goes_on = [&] { return num_sessions == 0 || (options.steps > 0 ? num_steps < options.steps : seconds() < options.seconds); };
   for (uint64_t seed = options.seed; goes_on();) {
+    if (num_sessions > 0 && options.choices.num_gpus == 0) {
+      try {
+        flat.look();
+      } catch (const std::exception& e) {
+        std::printf("FAILED after %lld sessions: %s\n", static_cast<long long>(num_sessions), e.what());
+        return finish(record, options, tally, flat, num_sessions, true);
+      }
+    }
     std::vector<Session> sessions;
     // Threads start at once.
     const size_t most = options.choices.num_gpus > 0 && options.choices.transport == "shm" && options.choices.num_ranks > 0 ? 9 : 1;
@@ -252,7 +261,6 @@ int soak(const Options& options) {
     const bool perilous = is_perilous(num_sessions, options);
     try {
       add_to(tally, perilous ? Perils::run(sessions.front().seed, 6) : run_sessions(sessions));
-      if (options.choices.num_gpus == 0) flat.look(), flat.check();
     } catch (const std::exception& e) {
       tell_failure(sessions.front(), options.choices, e.what(), perilous);
       return finish(record, options, tally, flat, num_sessions, true);

@@ -19,7 +19,7 @@ struct PerilCommand {
 /// What a rank tells the test.
 struct PerilWord {
   enum class Kind { plays, lost_a_peer, ends, fails } kind = Kind::fails;
-  int64_t compared = 0, grown_kib = 0;
+  int64_t compared = 0;
   char text[1024] = {};
 };
 
@@ -47,7 +47,6 @@ class PerilRank {
         flat_.look();
         say(PerilWord::Kind::lost_a_peer);
       }
-      flat_.check();
       say(PerilWord::Kind::ends);
     } catch (const std::exception& e) {
       say(PerilWord::Kind::fails, e.what());
@@ -58,7 +57,7 @@ class PerilRank {
  private:
   bool hear(PerilCommand& c) const { return recv(socket_, &c, sizeof c, 0) == sizeof c; }
   void say(PerilWord::Kind kind, const std::string& text = "") {
-    PerilWord word{.kind = kind, .compared = std::exchange(compared_, 0), .grown_kib = flat_.grown_kib()};
+    PerilWord word{.kind = kind, .compared = std::exchange(compared_, 0)};
     std::snprintf(word.text, sizeof word.text, "%s", text.c_str());
     if (send(socket_, &word, sizeof word, MSG_NOSIGNAL) != sizeof word) _exit(2);
   }
