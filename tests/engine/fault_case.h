@@ -11,7 +11,6 @@
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
-#include <fstream>
 #include <map>
 #include <stdexcept>
 #include <string>
@@ -19,6 +18,7 @@
 #include <vector>
 
 #include "engine/contract.h"
+#include "support/belongings.h"
 #include "util/probe.h"
 
 namespace turnout::testing {
@@ -35,11 +35,6 @@ inline bool is_of_processes(FaultKind kind) { return kind <= FaultKind::stop; }
 /// Nobody is gone, so it takes the deadline to find out.
 inline bool is_found_by_deadline(FaultKind kind) { return kind == FaultKind::stop || kind == FaultKind::stalls; }
 
-#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-inline constexpr int kSlower = 5;
-#else
-inline constexpr int kSlower = 1;
-#endif
 inline constexpr std::chrono::milliseconds kDetection{1000 * kSlower};
 /// Of waits where the fault is found by it; else long enough that nothing but the fault ends a wait.
 inline constexpr std::chrono::milliseconds kShortDeadline{600 * kSlower}, kLongDeadline{20'000 * kSlower};
@@ -123,37 +118,6 @@ class SharedReport {
  private:
   void* memory_;
 };
-
-/// What this process holds of the system.
-struct Belongings {
-  size_t descriptors = 0, threads = 0, memory_files = 0;
-  bool operator==(const Belongings&) const = default;
-  std::string words() const {
-    return std::to_string(descriptors) + " descriptors, " + std::to_string(threads) + " threads, " + std::to_string(memory_files) +
-           " mappings of memory files";
-  }
-};
-inline Belongings belongings() {
-  const auto entries = [](const char* folder) {
-    size_t n = 0;
-    for (const auto& entry : std::filesystem::directory_iterator(folder)) n += !entry.path().empty();
-    return n;
-  };
-  Belongings b{entries("/proc/self/fd"), entries("/proc/self/task"), 0};
-  std::ifstream maps("/proc/self/maps");
-  for (std::string line; std::getline(maps, line);) b.memory_files += line.find("/memfd:") != std::string::npos;
-  return b;
-}
-/// A thread that has been joined may be listed for a moment more. Throws if something is kept.
-inline void expect_belongings(const Belongings& before) {
-  const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(2 * kSlower);
-  Belongings now = belongings();
-  while (now != before && std::chrono::steady_clock::now() < until) {
-    std::this_thread::yield();
-    now = belongings();
-  }
-  if (now != before) throw std::runtime_error("leaked: " + now.words() + " now, " + before.words() + " before the Communicator was made");
-}
 
 /// Counts the steps of a rank in its calls, or ends it at one of them. A wait counts as one step.
 class FaultHook final : public util::probe::Hook {

@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <sstream>
 
+#include "engine/soak_perils.h"
 #include "engine/soak_place.h"
 #include "engine/soak_player.h"
 #include "engine/soak_processes.h"
@@ -136,7 +137,11 @@ std::vector<std::string> not_covered(const Tally& tally) {
                            "sessions with several lanes of one thread",
                            "sessions with several outstanding calls",
                            "sessions with two Buffers",
-                           "sessions with several threads per rank"}) {
+                           "sessions with several threads per rank",
+                           "sessions with deaths and joins",
+                           "ranks killed",
+                           "ranks joined",
+                           "groups recovered from a late rank"}) {
     wanted.emplace_back(what);
   }
   std::erase_if(wanted, [&](const std::string& what) { return tally.count(what) > 0; });
@@ -148,6 +153,7 @@ struct Options {
   int64_t steps = 0;  ///< not by time, but until so many were made
   uint64_t seed = 1;
   std::string device = "cpu";
+  bool perils = false;  ///< sessions of deaths and joins alone
   SoakChoices choices;
   std::string record;
 };
@@ -170,15 +176,20 @@ void write_record(tools::Report report, const Options& options, const Tally& tal
 }
 
 /// Prints the last line of a run and returns its exit status.
-int finish(const tools::Report& record, const Options& options, const Tally& tally, int64_t num_sessions, bool failed) {
+int finish(tools::Report record, const Options& options, const Tally& tally, const Flat& flat, int64_t num_sessions, bool failed) {
+  const std::string memory = "memory has grown by " + std::to_string(flat.heap_grown_kib()) + " KiB of the heap, and by " +
+                             std::to_string(flat.grown_kib()) + " KiB resident since it has settled; descriptors, threads and mappings have not";
+  record.tests.names.push_back(memory);
   for (const auto& [what, times] : tally) std::printf("%10lld  %s\n", static_cast<long long>(times), what.c_str());
   int64_t num_failed = failed ? 1 : 0;
-  if (!failed && options.seconds >= 60 && options.choices.num_ranks == 0 && options.choices.transport.empty() && options.choices.num_gpus == 0) {
+  if (!failed && !options.perils && options.seconds >= 60 && options.choices.num_ranks == 0 && options.choices.transport.empty() &&
+      options.choices.num_gpus == 0) {
     for (const std::string& what : not_covered(tally)) {
       std::printf("FAILED: never done: %s\n", what.c_str());
       ++num_failed;
     }
   }
+  std::printf("%s\n", memory.c_str());
   if (!options.record.empty()) write_record(record, options, tally, num_sessions, num_failed);
   const auto compared = tally.count(Player::kCompared) ? tally.at(Player::kCompared) : 0;
   std::printf("%lld passed, %lld failed, 0 skipped\n", static_cast<long long>(compared), static_cast<long long>(num_failed));
@@ -194,8 +205,23 @@ void announce(const Session& s) {
   alarm(60);
 }
 
+/// Whether a session of deaths and joins comes next: where nothing was chosen that it cannot have.
+bool is_perilous(int64_t num_sessions, const Options& options) {
+#if defined(__SANITIZE_THREAD__)
+  return false;  // ThreadSanitizer does not follow forked ranks
+#else
+  const SoakChoices& c = options.choices;
+  return (options.perils || num_sessions % 100 == 20) && options.steps == 0 && c.num_gpus == 0 && c.num_ranks == 0 && c.transport != "inproc";
+#endif
+}
+
 /// `s` is the first session of those that started with the one that failed.
-void tell_failure(const Session& s, const SoakChoices& c, const char* what) {
+void tell_failure(const Session& s, const SoakChoices& c, const char* what, bool perilous) {
+  if (perilous) {
+    std::printf("FAILED session of deaths and joins: %s\nagain with: soak --perils --seconds 1 --seed %llu\n", what,
+                static_cast<unsigned long long>(s.seed));
+    return;
+  }
   const auto seed = static_cast<unsigned long long>(s.seed);
   const std::string ranks = c.num_ranks > 0 ? " --ranks " + std::to_string(c.num_ranks) : "";
   const std::string transport = c.transport.empty() ? "" : " --transport " + c.transport;
@@ -212,8 +238,17 @@ int soak(const Options& options) {
   Tally tally;
   int64_t num_sessions = 0, num_steps = 0;
   double reported = 0;
+  Flat flat;
   const auto goes_on = [&] { return num_sessions == 0 || (options.steps > 0 ? num_steps < options.steps : seconds() < options.seconds); };
   for (uint64_t seed = options.seed; goes_on();) {
+    if (num_sessions > 0 && options.choices.num_gpus == 0) {
+      try {
+        flat.look();
+      } catch (const std::exception& e) {
+        std::printf("FAILED after %lld sessions: %s\n", static_cast<long long>(num_sessions), e.what());
+        return finish(record, options, tally, flat, num_sessions, true);
+      }
+    }
     std::vector<Session> sessions;
     // Threads start at once.
     const size_t most = options.choices.num_gpus > 0 && options.choices.transport == "shm" && options.choices.num_ranks > 0 ? 9 : 1;
@@ -223,11 +258,12 @@ int soak(const Options& options) {
       announce(sessions.back());
     }
     for (const Session& s : sessions) num_steps += s.num_steps;
+    const bool perilous = is_perilous(num_sessions, options);
     try {
-      add_to(tally, run_sessions(sessions));
+      add_to(tally, perilous ? Perils::run(sessions.front().seed, 6) : run_sessions(sessions));
     } catch (const std::exception& e) {
-      tell_failure(sessions.front(), options.choices, e.what());
-      return finish(record, options, tally, num_sessions, true);
+      tell_failure(sessions.front(), options.choices, e.what(), perilous);
+      return finish(record, options, tally, flat, num_sessions, true);
     }
     num_sessions += static_cast<int64_t>(sessions.size());
     if (seconds() - reported >= 10) {
@@ -237,7 +273,7 @@ int soak(const Options& options) {
       std::fflush(stdout);
     }
   }
-  return finish(record, options, tally, num_sessions, false);
+  return finish(record, options, tally, flat, num_sessions, false);
 }
 
 }  // namespace
@@ -246,6 +282,7 @@ int soak(const Options& options) {
 int main(int argc, char** argv) {
   ::testing::InitGoogleTest(&argc, argv);
   GTEST_FLAG_SET(throw_on_failure, true);  // the first difference ends the session
+  setenv("TURNOUT_LOG", "error", 0);       // NOLINT(concurrency-mt-unsafe): results that find no lease are meant to be here
   turnout::testing::Options options;
   CLI::App app("Random dispatches and combines against the oracle");
   app.add_option("--seconds", options.seconds, "How long to run");
@@ -256,6 +293,7 @@ int main(int argc, char** argv) {
   app.add_option("--seed", options.seed, "Of the first session; the next ones count on");
   app.add_option("--ranks", options.choices.num_ranks, "Ranks of each session; otherwise 1 to 6")->check(CLI::Range(0, 64));
   app.add_option("--transport", options.choices.transport, "inproc or shm; otherwise either")->check(CLI::IsMember({"inproc", "shm"}));
+  app.add_flag("--perils", options.perils, "Sessions of deaths and joins alone");
   app.add_option("--record", options.record, "File for a report of what was done");
   CLI11_PARSE(app, argc, argv);
   if (options.device == "cuda") {
