@@ -38,7 +38,7 @@ CombineHolder combine(const BoundCombine& bound, nb::handle handle) {
     refuse<CombineArgs>(*bound.buffer->buffer.get(), bound.call.args.lane);
     throw InvalidArgument("combine: handle is " + describe(handle) + ", but must be the handle of a dispatch (result.handle)");
   }
-  return make_call<CombineHolder>(bound, nb::cast<const HandleHolder&>(handle).handle.get().get());
+  return make_call<CombineHolder>(bound, &nb::cast<const HandleHolder&>(handle).handle());
 }
 
 }  // namespace

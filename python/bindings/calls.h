@@ -52,7 +52,7 @@ struct Call {
     if (!nb::isinstance<HandleHolder>(handle)) {
       throw InvalidArgument(std::string(call) + ": handle is " + describe(handle) + ", but must be the handle of a dispatch (result.handle)");
     }
-    args.handle = nb::cast<const HandleHolder&>(handle).handle.get().get();
+    args.handle = &nb::cast<const HandleHolder&>(handle).handle();
     if (is_pending) hold(nb::borrow(handle));
   }
   /// What both calls have. The stream comes first: arrays of others are asked for in its order.

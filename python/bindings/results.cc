@@ -102,7 +102,7 @@ how many are real. The memory lives as long as this object or any of its arrays.
   add("arrived", &array_property<kArrived, &R::arrived, Holder>, "int64 [num_ranks]: rows of each source rank.");
   bound
       .def_prop_ro(
-          "handle", [](Holder& h) { return HandleHolder(h.result().handle); }, nb::sig("def handle(self) -> Handle"),
+          "handle", [](Holder& h) { return HandleHolder(h.result().handle, h.allocator()); }, nb::sig("def handle(self) -> Handle"),
           "The routing, for combine() and cached dispatches.")
       .def_prop_ro("_recv_begin", &recv_begin)
       .def_prop_ro(
