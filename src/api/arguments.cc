@@ -332,6 +332,9 @@ void check_dispatch(const engine::Context& context, const DispatchArgs& args) {
   check_common("dispatch", config, args);
   check_enum("dispatch: layout", args.layout, Layout::expert_slab);
   check_enum("dispatch: quantize", args.quantize, Quantize::fp8_e4m3_ue8m0);
+  check_enum("dispatch: scale_order", args.scale_order, ScaleOrder::columns);
+  if (args.scale_order == ScaleOrder::columns && args.quantize == Quantize::none)
+    refuse("dispatch: scale_order=columns, but nothing is quantised: give quantize, or leave scale_order out");
   check_enum("dispatch: result", args.result, ResultKind::fresh);
   check_enum("dispatch: receive", args.receive, Receive::resident);
   check_device(config, "dispatch: x", args.x);
