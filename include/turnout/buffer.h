@@ -38,6 +38,7 @@ struct DispatchArgs {
   int expert_alignment = 1;            ///< expert_major: groups start at multiples of this
   Quantize quantize = Quantize::none;  ///< of bf16, fp16 or fp32 x; scales arrive as result.x_scales
   ScaleOrder scale_order = ScaleOrder::rows;
+  TensorView out_scales{};  ///< optional, expert_slab with scale_order = columns: they go here; as x_scales, strides included
   ResultKind result = ResultKind::automatic;
   /// Optional: rows of the result go here ([>= rows, H], last stride 1, with a capacity >= capacity rows; slab also [Le, C, H], dense).
   /// Shares no memory with what is given. Too little room here, or for result = lease, raises on all ranks and nothing is delivered.
@@ -50,8 +51,7 @@ struct DispatchArgs {
   Stream stream{};
 };
 
-/// What arrived. Views are valid until release() or destruction, whichever is first; Le = local experts, N = rows.
-/// With a capacity the first dimension of the row arrays is the capacity and `num_rows` says how many are real.
+/// What arrived. Views are valid until release() or destruction. Le = local experts; N = rows, with a capacity that (`num_rows` are real).
 class TURNOUT_API DispatchResult {
  public:
   TensorView x;                  ///< rank_major and expert_major [N, H], expert_slab [Le, C, H]; row stride may exceed H

@@ -69,8 +69,8 @@ struct Call {
 };
 
 struct DispatchGiven {
-  nb::handle x, topk_idx, topk_weights, side, handle, mode, layout, capacity, expert_alignment, quantize, scale_order, result, out, receive, num_sms, on_failure,
-      zero_tail, lane, stream;
+  nb::handle x, topk_idx, topk_weights, side, handle, mode, layout, capacity, expert_alignment, quantize, scale_order, out_scales, result, out,
+      receive, num_sms, on_failure, zero_tail, lane, stream;
 };
 
 struct CombineGiven {

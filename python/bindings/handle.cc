@@ -74,8 +74,7 @@ It may be used any number of times, in any order, on any lane of the Buffer that
       .def_prop_ro(
           "num_topk", [](const Holder& h) { return h.handle().num_topk(); }, "Experts per token.")
       .def_prop_ro(
-          "num_rows", [](const Holder& h) { return h.handle().num_rows(); },
-          "Rows that this rank received (expert_slab: the sum of its counts).")
+          "num_rows", [](const Holder& h) { return h.handle().num_rows(); }, "Rows that this rank received (expert_slab: the sum of its counts).")
       .def_prop_ro(
           "layout", [](const Holder& h) { return std::string(name(h.handle().layout())); }, "'rank_major', 'expert_major' or 'expert_slab'.")
       .def("__repr__", [](const Holder& h) {

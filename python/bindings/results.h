@@ -29,7 +29,7 @@ struct Kept {
 struct CallContext {
   Framework framework = Framework::numpy;
   void* stream = nullptr;
-  nb::object out;
+  nb::object out;  ///< and the scales', as a pair, if they were given, too
   std::shared_ptr<Allocator> allocator;
 };
 

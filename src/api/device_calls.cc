@@ -121,6 +121,7 @@ std::shared_ptr<PendingImpl> BufferImpl::start_on_device(const DispatchArgs& arg
     check_alive(*device_, "dispatch: topk_weights", args.topk_weights);
     for (size_t s = 0; s < args.side.size(); ++s) check_alive(*device_, "dispatch: side[" + std::to_string(s) + "]", args.side[s]);
     check_alive(*device_, "dispatch: out", args.out);
+    check_alive(*device_, "dispatch: out_scales", args.out_scales);
     std::shared_ptr<const engine::DeviceRouting> cached;
     if (args.handle) {
       call.routing = args.handle->routing();
@@ -191,7 +192,8 @@ DispatchResult BufferImpl::finish_dispatch_on_device(PendingImpl& pending) {
       result.x_scales = shape.array(d.x_scales, fp32 ? DType::fp32 : DType::ue8m0, blocks, scale_bytes);
     } else {
       const bool is_slab = r.layout == Layout::expert_slab;
-      result.x_scales = scale_columns(d.x_scales, fp32, is_slab ? r.capacity : d.array_rows, is_slab ? r.num_local_experts() : 0, scale_bytes, device);
+      result.x_scales =
+          scale_columns(d.x_scales, fp32, is_slab ? r.capacity : d.array_rows, is_slab ? r.num_local_experts() : 0, scale_bytes, device);
     }
   }
   for (size_t s = 0; s < args.side.size(); ++s) {

@@ -223,7 +223,7 @@ struct DispatchArgs {
       return num_groups * 4 * words * length;
     }
   } columns;
-  int64_t* arrived = nullptr;       ///< [R] counters of rows present, or null
+  int64_t* arrived = nullptr;  ///< [R] counters of rows present, or null
 
   Routing routing;
   int num_local = 0;  ///< experts of this rank

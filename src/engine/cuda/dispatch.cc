@@ -166,7 +166,9 @@ void Engine::place_result(const turnout::DispatchArgs& args, DispatchArgs& a, st
   };
   a.out_stride = up(a.x_bytes, 128);
   const int64_t x_at = take(args.out.defined() ? 0 : rows * a.out_stride);
-  const int64_t scales_at = take(rows * a.scale_bytes), columns_at = take(is_slab ? a.columns.place(a.num_local, a.capacity, true) : a.columns.place(1, rows, false));
+  const int64_t scales_at = take(rows * a.scale_bytes);
+  const int64_t columns = is_slab ? a.columns.place(a.num_local, a.capacity, true) : a.columns.place(1, rows, false);
+  const int64_t columns_at = take(args.out_scales.defined() ? 0 : columns);
   std::vector<int64_t> side_at;
   for (int s = 0; s < a.num_side; ++s) side_at.push_back(take(rows * a.side[s].bytes));
   std::optional<Lease> lease;
@@ -181,7 +183,7 @@ void Engine::place_result(const turnout::DispatchArgs& args, DispatchArgs& a, st
   std::byte* base = (*result)->data();
   a.out_x = base + x_at;
   a.out_scales = base + scales_at;
-  if (a.columns.words > 0) a.columns.to = reinterpret_cast<uint32_t*>(base + columns_at);
+  if (a.columns.words > 0) a.columns.to = reinterpret_cast<uint32_t*>(args.out_scales.defined() ? args.out_scales.data : base + columns_at);
   for (int s = 0; s < a.num_side; ++s) a.side[s].out = base + side_at[static_cast<size_t>(s)];
   if (args.out.defined()) {
     const auto last = static_cast<size_t>(args.out.ndim - 1);
