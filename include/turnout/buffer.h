@@ -37,6 +37,8 @@ struct DispatchArgs {
   std::optional<int64_t> capacity{};
   int expert_alignment = 1;            ///< expert_major: groups start at multiples of this
   Quantize quantize = Quantize::none;  ///< of bf16, fp16 or fp32 x; scales arrive as result.x_scales
+  ScaleOrder scale_order = ScaleOrder::rows;
+  TensorView out_scales{};  ///< optional, expert_slab with scale_order = columns: they go here; as x_scales, strides included
   ResultKind result = ResultKind::automatic;
   /// Optional: rows of the result go here ([>= rows, H], last stride 1, with a capacity >= capacity rows; slab also [Le, C, H], dense).
   /// Shares no memory with what is given. Too little room here, or for result = lease, raises on all ranks and nothing is delivered.
@@ -49,12 +51,11 @@ struct DispatchArgs {
   Stream stream{};
 };
 
-/// What arrived. Views are valid until release() or destruction, whichever is first; Le = local experts, N = rows.
-/// With a capacity the first dimension of the row arrays is the capacity and `num_rows` says how many are real.
+/// What arrived. Views are valid until release() or destruction. Le = local experts; N = rows, with a capacity that (`num_rows` are real).
 class TURNOUT_API DispatchResult {
  public:
   TensorView x;                  ///< rank_major and expert_major [N, H], expert_slab [Le, C, H]; row stride may exceed H
-  TensorView x_scales;           ///< fused quantisation: fp32 [N, ceil(H/128)] or ue8m0; slab [Le, C, ceil(H/128)]
+  TensorView x_scales;           ///< fused quantisation: fp32 [N, ceil(H/128)] or ue8m0; slab [Le, C, ceil(H/128)]; see ScaleOrder
   std::vector<TensorView> side;  ///< as given, with the rows of x
   TensorView topk_idx;           ///< rank_major: int32 [N, K] local expert, -1 where not local
   TensorView topk_weights;       ///< fp32: rank_major [N, K] (0 where not local), expert_major [N], slab [Le, C]
@@ -71,8 +72,8 @@ class TURNOUT_API DispatchResult {
   DispatchResult(DispatchResult&&) noexcept;
   DispatchResult& operator=(DispatchResult&&) noexcept;
   ~DispatchResult();
-  /// Gives the rows back now; views of this result become undefined. Copies of x, x_scales and side are refused as any argument of later
-  /// calls until something else lies there, or always pass if the memory was of a caller's Allocator, who alone knows of it. Idempotent.
+  /// Gives the rows back now; views of this become undefined. Copies of x, x_scales and side are refused by later calls until
+  /// something else lies there, or always pass if the memory was of a caller's Allocator, who alone knows of it. Idempotent.
   void release();
 
  private:
@@ -122,7 +123,6 @@ class TURNOUT_API CombineResult {
   std::shared_ptr<internal::Memory> memory_;
 };
 
-class Buffer;
 /// A call that was issued and not yet waited for. Movable. Destroying it without wait() waits for it and drops the result.
 template <class Result>
 class TURNOUT_API Pending {

@@ -53,6 +53,12 @@ enum class Quantize : uint8_t {
   fp8_e4m3_ue8m0,  ///< blocks of 128, scales rounded up to a power of two, one byte each
 };
 
+/// How the scales of fused quantisation lie.
+enum class ScaleOrder : uint8_t {
+  rows,     ///< those of a row side by side
+  columns,  ///< those of one block of all rows side by side, as GEMMs read them; ue8m0 as int32, four blocks in each
+};
+
 /// Where a result lives: a block of the receive region (no copy) or memory of its own.
 enum class ResultKind : uint8_t { automatic, lease, fresh };
 

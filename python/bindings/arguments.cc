@@ -135,6 +135,11 @@ void* current_stream(Framework inputs, Device device) {
   return PyLong_AsVoidPtr(stream.ptr());
 }
 
+Stream usual_stream(Device device) {
+  const nb::handle torch = imported_module("torch");
+  return {current_stream(torch.is_valid() && nb::hasattr(torch, "Tensor") ? Framework::torch : Framework::other, device)};
+}
+
 Stream stream_of(nb::handle stream, Framework inputs, Device device, const char* argument) {
   if (stream.is_none()) return {current_stream(inputs, device)};
   nb::object number = nb::borrow(stream);

@@ -38,6 +38,9 @@ Device device_of(nb::handle device, const char* argument);
 /// The current stream of a framework whose arrays are on a GPU; null where it has none, and for a CPU.
 void* current_stream(Framework framework, Device device);
 
+/// That of the framework that the program has imported, torch first: for a call whose arguments do not tell.
+Stream usual_stream(Device device);
+
 /// None: the current stream of the framework that `inputs` are of, else the default stream. Else an integer, or an object with
 /// cuda_stream (torch), ptr (CuPy) or __cuda_stream__.
 Stream stream_of(nb::handle stream, Framework inputs, Device device, const char* argument);

@@ -35,10 +35,11 @@ DispatchHolder dispatch(const BoundDispatch& bound) { return make_call<DispatchH
 CombineHolder combine(const BoundCombine& bound, nb::handle handle) {
   if (handle.is_none()) return make_call<CombineHolder>(bound, nullptr);
   if (!nb::isinstance<HandleHolder>(handle)) {
-    refuse<CombineArgs>(*bound.buffer->buffer.get(), bound.call.args.lane);
+    const Stream stream = bound.is_current ? Stream{current_stream(bound.call.context.framework, bound.buffer->device)} : bound.call.args.stream;
+    refuse<CombineArgs>(*bound.buffer->buffer.get(), bound.call.args.lane, stream);
     throw InvalidArgument("combine: handle is " + describe(handle) + ", but must be the handle of a dispatch (result.handle)");
   }
-  return make_call<CombineHolder>(bound, nb::cast<const HandleHolder&>(handle).handle.get().get());
+  return make_call<CombineHolder>(bound, &nb::cast<const HandleHolder&>(handle).handle());
 }
 
 }  // namespace

@@ -102,18 +102,20 @@ void close(BufferHolder& self) {
 
 void refuse_call(BufferHolder& self, const std::string& call, int lane) {
   const std::shared_ptr<Buffer> buffer = self.buffer.get();
-  if (call == "combine") refuse<CombineArgs>(*buffer, lane);
-  else refuse<DispatchArgs>(*buffer, lane);
+  const Stream stream = usual_stream(self.device);
+  if (call == "combine") refuse<CombineArgs>(*buffer, lane, stream);
+  else refuse<DispatchArgs>(*buffer, lane, stream);
 }
 
 using H = nb::handle;
 
 template <auto call, class Holder>
 Holder with_dispatch(BufferHolder& self, H x, H topk_idx, H topk_weights, H side, H handle, H mode, H layout, H capacity, H expert_alignment,
-                     H quantize, H result, H out, H receive, H num_sms, H on_failure, H zero_tail, H lane, H stream) {
-  const DispatchGiven given{x,        topk_idx, topk_weights, side,    handle,  mode,       layout,    capacity, expert_alignment,
-                            quantize, result,   out,          receive, num_sms, on_failure, zero_tail, lane,     stream};
-  return call(self, given, {x, topk_idx, topk_weights, side, out});
+                     H quantize, H scale_order, H out_scales, H result, H out, H receive, H num_sms, H on_failure, H zero_tail, H lane, H stream) {
+  const DispatchGiven given{x,        topk_idx,         topk_weights, side,        handle,     mode,   layout,
+                            capacity, expert_alignment, quantize,     scale_order, out_scales, result, out,
+                            receive,  num_sms,          on_failure,   zero_tail,   lane,       stream};
+  return call(self, given, {x, topk_idx, topk_weights, side, out, out_scales});
 }
 
 template <auto call, class Holder>
@@ -152,13 +154,13 @@ std::shared_ptr<Buffer> buffer_of(nb::handle object) {
 void bind_buffer(nb::module_& m) {
   using Class = BufferHolder;
   nb::class_<Class> bound(m, "Buffer", "The body of turnout.Buffer.", nb::is_weak_referenceable());
-  bind_call<18>(bound, "_dispatch", "DispatchResult", &with_dispatch<&run_call<DispatchHolder, DispatchArgs, DispatchGiven>, DispatchHolder>);
-  bind_call<18>(bound, "_dispatch_async", "PendingDispatch",
+  bind_call<20>(bound, "_dispatch", "DispatchResult", &with_dispatch<&run_call<DispatchHolder, DispatchArgs, DispatchGiven>, DispatchHolder>);
+  bind_call<20>(bound, "_dispatch_async", "PendingDispatch",
                 &with_dispatch<&issue_call<PendingDispatchHolder, DispatchArgs, DispatchGiven>, PendingDispatchHolder>);
   bind_call<12>(bound, "_combine", "CombineResult", &with_combine<&run_call<CombineHolder, CombineArgs, CombineGiven>, CombineHolder>);
   bind_call<12>(bound, "_combine_async", "PendingCombine",
                 &with_combine<&issue_call<PendingCombineHolder, CombineArgs, CombineGiven>, PendingCombineHolder>);
-  bind_call<18>(bound, "_bind_dispatch", "BoundDispatch", &with_dispatch<&bound_dispatch, BoundDispatch>);
+  bind_call<20>(bound, "_bind_dispatch", "BoundDispatch", &with_dispatch<&bound_dispatch, BoundDispatch>);
   bind_call<12>(bound, "_bind_combine", "BoundCombine", &with_combine<&bound_combine, BoundCombine>);
   bound
       .def("__init__", &make_buffer, nb::arg("communicator"), nb::arg("config"), nb::arg("allocator").none(),

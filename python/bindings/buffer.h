@@ -12,9 +12,10 @@ std::shared_ptr<Buffer> buffer_of(nb::handle object);
 
 /// Tells all ranks that this one does not make the call: a call that was given nothing uses up its epoch. Without the interpreter's lock.
 template <class Args>
-void refuse_quietly(Buffer& buffer, int lane) {
+void refuse_quietly(Buffer& buffer, int lane, Stream stream) {
   Args nothing;
   nothing.lane = lane;
+  nothing.stream = stream;
   try {
     if constexpr (std::is_same_v<Args, DispatchArgs>) buffer.dispatch(nothing);
     else buffer.combine(nothing);

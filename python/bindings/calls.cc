@@ -10,6 +10,7 @@ namespace {
 constexpr const char* kModes[] = {"auto", "throughput", "low_latency", nullptr};
 constexpr const char* kLayouts[] = {"rank_major", "expert_major", "expert_slab", nullptr};
 constexpr const char* kQuantize[] = {"none", "fp8_e4m3", "fp8_e4m3_ue8m0", nullptr};
+constexpr const char* kScaleOrders[] = {"rows", "columns", nullptr};
 constexpr const char* kResults[] = {"auto", "lease", "fresh", nullptr};
 constexpr const char* kReceive[] = {"deferred", "resident", nullptr};
 constexpr const char* kFailures[] = {"raise", "mask", nullptr};
@@ -37,9 +38,12 @@ void read(Call<DispatchArgs>& call, const BufferHolder& buffer, const DispatchGi
   if (!g.capacity.is_none()) args.capacity = integer_of(g.capacity, "dispatch: capacity");
   args.expert_alignment = int_of(g.expert_alignment, "dispatch: expert_alignment");
   args.quantize = enum_of<Quantize>(g.quantize, kQuantize, "dispatch: quantize");
+  args.scale_order = enum_of<ScaleOrder>(g.scale_order, kScaleOrders, "dispatch: scale_order");
+  args.out_scales = call.input(g.out_scales, "dispatch", "out_scales", Form::any, /*is_written=*/true);
   args.result = enum_of<ResultKind>(g.result, kResults, "dispatch: result");
   args.out = call.input(g.out, "dispatch", "out", Form::rows, /*is_written=*/true);
   if (args.out.defined()) call.context.out = nb::borrow(g.out);
+  if (args.out_scales.defined()) call.context.out = nb::make_tuple(g.out, g.out_scales);
   args.receive = enum_of<Receive>(g.receive, kReceive, "dispatch: receive");
   args.on_failure = enum_of<OnFailure>(g.on_failure, kFailures, "dispatch: on_failure");
   args.zero_tail = bool_of(g.zero_tail, "dispatch: zero_tail");

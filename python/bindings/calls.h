@@ -35,7 +35,7 @@ struct Call {
   Args args;
   CallContext context;
   nb::list keep;  ///< made only for a call that outlives its caller's arguments, or of capsules
-  bool is_pending = false;
+  bool is_pending = false, has_stream = false;
 
   TensorView input(nb::handle array, const char* call, const char* name, Form form = Form::rows, bool is_written = false) {
     if (array.is_none()) return {};
@@ -52,7 +52,7 @@ struct Call {
     if (!nb::isinstance<HandleHolder>(handle)) {
       throw InvalidArgument(std::string(call) + ": handle is " + describe(handle) + ", but must be the handle of a dispatch (result.handle)");
     }
-    args.handle = nb::cast<const HandleHolder&>(handle).handle.get().get();
+    args.handle = &nb::cast<const HandleHolder&>(handle).handle();
     if (is_pending) hold(nb::borrow(handle));
   }
   /// What both calls have. The stream comes first: arrays of others are asked for in its order.
@@ -63,13 +63,14 @@ struct Call {
     args.lane = int_of(lane, "lane");
     args.stream = stream_of(stream, context.framework, buffer.device, "stream");
     context.stream = args.stream.native;
+    has_stream = true;
     args.num_sms = int_of(num_sms, "num_sms");
   }
 };
 
 struct DispatchGiven {
-  nb::handle x, topk_idx, topk_weights, side, handle, mode, layout, capacity, expert_alignment, quantize, result, out, receive, num_sms, on_failure,
-      zero_tail, lane, stream;
+  nb::handle x, topk_idx, topk_weights, side, handle, mode, layout, capacity, expert_alignment, quantize, scale_order, out_scales, result, out,
+      receive, num_sms, on_failure, zero_tail, lane, stream;
 };
 
 struct CombineGiven {
@@ -84,11 +85,12 @@ inline CombineResult run(Buffer& buffer, const CombineArgs& args) { return buffe
 inline PendingDispatch issue(Buffer& buffer, const DispatchArgs& args) { return buffer.dispatch_async(args); }
 inline PendingCombine issue(Buffer& buffer, const CombineArgs& args) { return buffer.combine_async(args); }
 
+/// In order of `stream`, as the calls before it: a kernel tells it, which takes its number from theirs.
 template <class Args>
-void refuse(Buffer& buffer, int lane) {
+void refuse(Buffer& buffer, int lane, Stream stream) {
   const UnderWay call;
   const nb::gil_scoped_release unlocked;
-  refuse_quietly<Args>(buffer, lane);
+  refuse_quietly<Args>(buffer, lane, stream);
 }
 
 /// Reads the arguments. What is wrong with them is told to all ranks before it is raised here.
@@ -98,7 +100,7 @@ void read_or_refuse(Call<Args>& call, const BufferHolder& self, Buffer& buffer, 
     read(call, self, given);
   } catch (const InvalidArgument& why) {
     const InvalidArgument reason(why);
-    refuse<Args>(buffer, call.args.lane);
+    refuse<Args>(buffer, call.args.lane, call.has_stream ? call.args.stream : usual_stream(self.device));
     throw reason;
   }
 }

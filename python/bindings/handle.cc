@@ -6,6 +6,7 @@
 #include <string>
 
 #include "bindings/array.h"
+#include "engine/routing.h"
 #include "turnout/error.h"
 
 namespace turnout::python {
@@ -15,8 +16,8 @@ namespace {
 /// A handle as a tensor of one number, for operators that take and give tensors only. Whoever has the tensor keeps the handle.
 struct Token {
   int64_t id = 0;
-  Handle handle;
-  Token(int64_t number, Handle given) : id(number), handle(std::move(given)) {}
+  std::shared_ptr<KeptHandle> handle;
+  Token(int64_t number, std::shared_ptr<KeptHandle> given) : id(number), handle(std::move(given)) {}
   Token(const Token&) = delete;
   Token& operator=(const Token&) = delete;
   ~Token();
@@ -40,7 +41,7 @@ Token::~Token() {
 
 nb::object token_of(const HandleHolder& holder, bool for_torch) {
   Tokens& all = tokens();
-  const Handle& handle = *holder.handle.get();
+  const std::shared_ptr<KeptHandle>& handle = holder.kept.get();
   const std::lock_guard lock(all.mutex);
   auto token = std::make_shared<Token>(++all.last, handle);
   all.there[token->id] = token.get();
@@ -59,23 +60,26 @@ HandleHolder handle_of(int64_t id) {
 
 }  // namespace
 
+KeptHandle::~KeptHandle() {
+  if (handle && handle.routing()->device) let_go_unlocked(handle);
+}
+
 void bind_handle(nb::module_& m) {
   using Holder = HandleHolder;
   nb::class_<Holder>(m, "Handle", R"(The routing of a dispatch: what combine() and a cached dispatch() need to know of it.
 
 It may be used any number of times, in any order, on any lane of the Buffer that made it, by all ranks alike.)")
       .def_prop_ro(
-          "num_tokens", [](const Holder& h) { return h.handle.get()->num_tokens(); }, "Tokens that this rank sent.")
+          "num_tokens", [](const Holder& h) { return h.handle().num_tokens(); }, "Tokens that this rank sent.")
       .def_prop_ro(
-          "num_topk", [](const Holder& h) { return h.handle.get()->num_topk(); }, "Experts per token.")
+          "num_topk", [](const Holder& h) { return h.handle().num_topk(); }, "Experts per token.")
       .def_prop_ro(
-          "num_rows", [](const Holder& h) { return h.handle.get()->num_rows(); },
-          "Rows that this rank received (expert_slab: the sum of its counts).")
+          "num_rows", [](const Holder& h) { return h.handle().num_rows(); }, "Rows that this rank received (expert_slab: the sum of its counts).")
       .def_prop_ro(
-          "layout", [](const Holder& h) { return std::string(name(h.handle.get()->layout())); }, "'rank_major', 'expert_major' or 'expert_slab'.")
+          "layout", [](const Holder& h) { return std::string(name(h.handle().layout())); }, "'rank_major', 'expert_major' or 'expert_slab'.")
       .def("__repr__", [](const Holder& h) {
-        if (!h.handle.is_here()) return std::string("<turnout.Handle of another process>");
-        const Handle& handle = *h.handle.get();
+        if (!h.kept.is_here()) return std::string("<turnout.Handle of another process>");
+        const Handle& handle = h.handle();
         return "<turnout.Handle of " + std::to_string(handle.num_tokens()) + " tokens, " + std::string(name(handle.layout())) + ">";
       });
   m.def("token_of", &token_of, nb::arg("handle"), nb::arg("for_torch") = false,

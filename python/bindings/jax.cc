@@ -265,7 +265,7 @@ void with_arguments(const Call& call, const Where& where, Args& args, const Read
   try {
     read(args);
   } catch (const InvalidArgument&) {
-    refuse_quietly<Args>(where.buffer(), args.lane);
+    refuse_quietly<Args>(where.buffer(), args.lane, args.stream);
     throw;
   }
 }

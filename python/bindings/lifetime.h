@@ -44,6 +44,15 @@ class Unlocked {
 
 /// Whether this thread has the interpreter's lock.
 bool holds_interpreter() noexcept;
+/// Lets go of what may be the last reference to memory of a GPU, whose end waits for the streams of its calls: they may wait for another rank,
+/// which may be a thread that wants the interpreter's lock. And whoever waits for a lock of the library must not hold the interpreter's: an
+/// allocator's turn may come meanwhile.
+template <class T>
+void let_go_unlocked(T& value) {
+  if (!holds_interpreter()) return static_cast<void>(value = T());
+  const Unlocked unlocked;
+  value = T();
+}
 /// Whether this thread may take the interpreter's lock, or has it: once the interpreter ends, nobody else gets it any more.
 bool can_call_python() noexcept;
 /// Lets go of a reference from any thread, with or without the interpreter's lock; once the interpreter is gone, not at all.

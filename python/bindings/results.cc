@@ -88,7 +88,7 @@ how many are real. The memory lives as long as this object or any of its arrays.
   using R = DispatchResult;
   add("x", &array_property<kX, &R::x, Holder>, "rank_major and expert_major [N, H], expert_slab [Le, C, H]; the row stride may exceed H.");
   add("x_scales", &array_property<kXScales, &R::x_scales, Holder>,
-      "With quantize: fp32 or ue8m0 [N, ceil(H/128)], slab [Le, C, ceil(H/128)]; else None.");
+      "With quantize: fp32 or ue8m0 [N, ceil(H/128)], slab [Le, C, ceil(H/128)], as scale_order says; else None.");
   add("side", &side_of, "A tuple: the side arrays as given, with the rows of x.");
   add("topk_idx", &array_property<kTopkIdx, &R::topk_idx, Holder>, "rank_major: int32 [N, K] local expert, -1 where not local; else None.");
   add("topk_weights", &array_property<kTopkWeights, &R::topk_weights, Holder>,
@@ -102,7 +102,7 @@ how many are real. The memory lives as long as this object or any of its arrays.
   add("arrived", &array_property<kArrived, &R::arrived, Holder>, "int64 [num_ranks]: rows of each source rank.");
   bound
       .def_prop_ro(
-          "handle", [](Holder& h) { return HandleHolder(h.result().handle); }, nb::sig("def handle(self) -> Handle"),
+          "handle", [](Holder& h) { return HandleHolder(h.result().handle, h.allocator()); }, nb::sig("def handle(self) -> Handle"),
           "The routing, for combine() and cached dispatches.")
       .def_prop_ro("_recv_begin", &recv_begin)
       .def_prop_ro(

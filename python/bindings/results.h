@@ -21,10 +21,7 @@ struct Kept {
   Kept& operator=(const Kept&) = delete;
   ~Kept() {
     drop(out);
-    if (!allocator || !holds_interpreter()) return;
-    // Whoever waits for a lock of the library must not hold the interpreter's: the allocator's turn may come meanwhile.
-    const Unlocked unlocked;
-    result = Result();
+    if (allocator || result.x.device.kind != DeviceKind::cpu) let_go_unlocked(result);
   }
 };
 
@@ -32,7 +29,7 @@ struct Kept {
 struct CallContext {
   Framework framework = Framework::numpy;
   void* stream = nullptr;
-  nb::object out;
+  nb::object out;  ///< and the scales', as a pair, if they were given, too
   std::shared_ptr<Allocator> allocator;
 };
 
@@ -48,6 +45,7 @@ class ResultHolder {
   }
 
   const Result& result() const { return kept_.get()->result; }
+  const std::shared_ptr<Allocator>& allocator() const { return kept_.get()->allocator; }
   /// Array number `index`, made once.
   nb::object array(size_t index, const TensorView& view) {
     nb::object& made = arrays_[index];

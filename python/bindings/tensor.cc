@@ -186,7 +186,7 @@ Input from_dlpack(nb::handle array, const Wanted& wanted) {
 /// What the library would refuse, told with what helps in Python.
 void check_form(const Input& input, const Wanted& wanted, nb::handle array) {
   const TensorView& view = input.view;
-  if (view.ndim == 0 || view.num_elements() == 0) return;
+  if (view.ndim == 0 || view.num_elements() == 0 || wanted.form == Form::any) return;
   const auto last = static_cast<size_t>(view.ndim - 1);
   const bool adjacent = view.shape[last] <= 1 || view.strides[last] == 1;
   if (wanted.form == Form::dense ? view.is_dense() : adjacent) return;

@@ -21,8 +21,8 @@ struct Tagged {
   DType dtype;
 };
 
-/// How elements lie in memory: rows whose own elements are adjacent, or all one after the other.
-enum class Form : uint8_t { rows, dense };
+/// How elements lie in memory: rows whose own elements are adjacent, all one after the other, or as they like.
+enum class Form : uint8_t { rows, dense, any };
 
 /// What is asked of an array.
 struct Wanted {

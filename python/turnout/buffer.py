@@ -142,6 +142,8 @@ class Buffer(_core.Buffer):
         capacity: int | None = None,
         expert_alignment: int = 1,
         quantize: str = "none",
+        scale_order: str = "rows",
+        out_scales: Any = None,
         result: str = "auto",
         out: Any = None,
         receive: str = "deferred",
@@ -164,6 +166,9 @@ class Buffer(_core.Buffer):
         capacity: None: exact, waits for the counts. Else rows per receiving rank, padding included, or per local expert (slab).
         expert_alignment: expert_major: groups start at multiples of it.
         quantize: 'none', 'fp8_e4m3' or 'fp8_e4m3_ue8m0', of bf16, fp16 or fp32 x; scales arrive as x_scales.
+        scale_order: 'rows', or 'columns': the scales of one block of all rows side by side (last stride C, or N rounded up to a multiple of
+        4), as GEMMs read them; those of 'fp8_e4m3_ue8m0' are then int32, four blocks in each: [.., ceil(H / 512)].
+        out_scales: they go here instead (expert_slab with scale_order='columns'): [Le, C, S] with strides [S * C, 1, C].
         result: 'auto', 'lease' (no copy, in the receive region) or 'fresh'. out: the rows go here instead.
         receive: of dispatch_async: 'deferred' or 'resident' (a thread or stream of ours receives meanwhile).
         num_sms: GPU: most multiprocessors for the call; 0: as many as it gains from.
@@ -172,7 +177,7 @@ class Buffer(_core.Buffer):
         if unknown:
             self._refuse_unknown(Buffer.dispatch, "dispatch", unknown, lane)
         return _dispatch(
-            self, x, topk_idx, topk_weights, side, handle, mode, layout, capacity, expert_alignment, quantize, result, out, receive, num_sms,
+            self, x, topk_idx, topk_weights, side, handle, mode, layout, capacity, expert_alignment, quantize, scale_order, out_scales, result, out, receive, num_sms,
             on_failure, zero_tail, lane, stream,
         )  # fmt: skip
 
@@ -189,6 +194,8 @@ class Buffer(_core.Buffer):
         capacity: int | None = None,
         expert_alignment: int = 1,
         quantize: str = "none",
+        scale_order: str = "rows",
+        out_scales: Any = None,
         result: str = "auto",
         out: Any = None,
         receive: str = "deferred",
@@ -203,7 +210,7 @@ class Buffer(_core.Buffer):
         if unknown:
             self._refuse_unknown(Buffer.dispatch_async, "dispatch", unknown, lane)
         return _dispatch_async(
-            self, x, topk_idx, topk_weights, side, handle, mode, layout, capacity, expert_alignment, quantize, result, out, receive, num_sms,
+            self, x, topk_idx, topk_weights, side, handle, mode, layout, capacity, expert_alignment, quantize, scale_order, out_scales, result, out, receive, num_sms,
             on_failure, zero_tail, lane, stream,
         )  # fmt: skip
 
@@ -277,6 +284,8 @@ class Buffer(_core.Buffer):
         capacity: int | None = None,
         expert_alignment: int = 1,
         quantize: str = "none",
+        scale_order: str = "rows",
+        out_scales: Any = None,
         result: str = "auto",
         out: Any = None,
         num_sms: int = 0,
@@ -300,7 +309,7 @@ class Buffer(_core.Buffer):
         if unknown:
             raise _unknown_argument(Buffer.bind_dispatch, "bind_dispatch", unknown)
         return _bind_dispatch(
-            self, x, topk_idx, topk_weights, side, handle, mode, layout, capacity, expert_alignment, quantize, result, out, "deferred", num_sms,
+            self, x, topk_idx, topk_weights, side, handle, mode, layout, capacity, expert_alignment, quantize, scale_order, out_scales, result, out, "deferred", num_sms,
             on_failure, zero_tail, lane, stream,
         )  # fmt: skip
 

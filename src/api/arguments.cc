@@ -12,6 +12,7 @@
 #include <type_traits>
 
 #include "core/math.h"
+#include "core/scale.h"
 #include "core/span.h"
 #include "engine/cpu/row_format.h"
 
@@ -241,6 +242,30 @@ void check_slab_out(const engine::Context& context, const DispatchArgs& args) {
   check_dense("dispatch: out", args.out);
 }
 
+/// Of a slab: the shape and strides that the scales would have in memory of ours.
+void check_out_scales(const engine::Context& context, const DispatchArgs& args) {
+  const TensorView& out = args.out_scales;
+  if (!out.defined()) return;
+  const internal::Routing* r = args.handle ? args.handle->routing().get() : nullptr;
+  if (args.scale_order != ScaleOrder::columns || (r ? r->layout : args.layout) != Layout::expert_slab)
+    refuse("dispatch: out_scales is given, which takes layout=expert_slab and scale_order=columns: leave it out");
+  const bool fp32 = args.quantize == Quantize::fp8_e4m3;
+  const int64_t blocks = (args.x.shape[1] + 127) / 128, rows = r ? r->capacity : args.capacity.value_or(0);
+  const int64_t local = r ? r->num_local_experts() : context.num_local_experts(), words = core::scale_words(fp32 ? 4 * blocks : blocks);
+  check_shape("dispatch: out_scales", out, {local, rows, words});
+  const DType dtype = fp32 ? DType::fp32 : DType::i32;
+  if (out.dtype != dtype) refuse("dispatch: out_scales is " + out.to_string() + ", but must be " + std::string(name(dtype)));
+  if (out.num_elements() == 0) return;
+  const auto fits = [&](size_t d, int64_t stride) { return out.shape[d] <= 1 || out.strides[d] == stride; };
+  if (!fits(0, words * rows) || !fits(1, 1) || !fits(2, rows))
+    refuse("dispatch: out_scales is " + out.to_string() + " with strides [" + str(out.strides[0]) + ", " + str(out.strides[1]) + ", " +
+           str(out.strides[2]) + "], but the scales of a block must be adjacent: [" + str(words * rows) + ", 1, " + str(rows) + "]");
+  check_aligned("dispatch: out_scales", out);
+  check_alive(context, "dispatch: out_scales", out);
+  check_apart("dispatch: out_scales", out, "x", args.x);
+  check_apart("dispatch: out_scales", out, "out", args.out);
+}
+
 void check_routing_args(const engine::Context& context, const DispatchArgs& args) {
   const BufferConfig& config = context.config;
   const int64_t tokens = args.x.shape[0];
@@ -332,12 +357,16 @@ void check_dispatch(const engine::Context& context, const DispatchArgs& args) {
   check_common("dispatch", config, args);
   check_enum("dispatch: layout", args.layout, Layout::expert_slab);
   check_enum("dispatch: quantize", args.quantize, Quantize::fp8_e4m3_ue8m0);
+  check_enum("dispatch: scale_order", args.scale_order, ScaleOrder::columns);
+  if (args.scale_order == ScaleOrder::columns && args.quantize == Quantize::none)
+    refuse("dispatch: scale_order=columns, but nothing is quantised: give quantize, or leave scale_order out");
   check_enum("dispatch: result", args.result, ResultKind::fresh);
   check_enum("dispatch: receive", args.receive, Receive::resident);
   check_device(config, "dispatch: x", args.x);
   check_device(config, "dispatch: topk_idx", args.topk_idx);
   check_device(config, "dispatch: topk_weights", args.topk_weights);
   check_device(config, "dispatch: out", args.out);
+  check_device(config, "dispatch: out_scales", args.out_scales);
   for (size_t s = 0; s < args.side.size(); ++s) {
     if (args.side[s].device == config.device) continue;
     check_device(config, "dispatch: side[" + str(static_cast<int64_t>(s)) + "]", args.side[s]);
@@ -376,6 +405,7 @@ void check_dispatch(const engine::Context& context, const DispatchArgs& args) {
              "], but this Buffer was made for at most " + str(static_cast<int64_t>(config.max_side_bytes)) + " (max_side_bytes)");
     }
   }
+  check_out_scales(context, args);
   check_span("dispatch: x", args.x);
   for (size_t s = 0; s < args.side.size(); ++s) check_span("dispatch: side[" + str(static_cast<int64_t>(s)) + "]", args.side[s]);
   check_alive(context, "dispatch: out", args.out);

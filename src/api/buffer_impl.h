@@ -29,8 +29,12 @@ class Memory {
   engine::PerRank<int64_t> arrived;
   std::vector<float> side;
   std::vector<int32_t> num_lost;
+  std::vector<uint32_t> scale_columns;
   std::shared_ptr<void> on_device;
 };
+
+/// The view of scales by columns, of `rows` rows whose scales are `scale_bytes`; `groups`: of a slab, else 0.
+TensorView scale_columns(void* data, bool fp32, int64_t rows, int64_t groups, int64_t scale_bytes, Device device);
 
 class BufferImpl;
 

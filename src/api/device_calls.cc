@@ -145,6 +145,7 @@ std::shared_ptr<PendingImpl> BufferImpl::start_on_device(const DispatchArgs& arg
     given.add("topk_idx", args.topk_idx);
     given.add("topk_weights", args.topk_weights);
     given.add("out", args.out);
+    given.add("out_scales", args.out_scales);
     given.check_alive(*device_, "dispatch: ");
     for (size_t s = 0; s < args.side.size(); ++s) {
       const std::string name = "side[" + std::to_string(s) + "]";
@@ -219,7 +220,14 @@ DispatchResult BufferImpl::finish_dispatch_on_device(PendingImpl& pending) {
   if (quantised) {
     const bool fp32 = args.quantize == Quantize::fp8_e4m3;
     const int64_t blocks = (args.x.shape[1] + 127) / 128;
-    result.x_scales = shape.array(d.x_scales, fp32 ? DType::fp32 : DType::ue8m0, blocks, blocks * (fp32 ? 4 : 1));
+    const int64_t scale_bytes = blocks * (fp32 ? 4 : 1);
+    if (args.scale_order == ScaleOrder::rows) {
+      result.x_scales = shape.array(d.x_scales, fp32 ? DType::fp32 : DType::ue8m0, blocks, scale_bytes);
+    } else {
+      const bool is_slab = r.layout == Layout::expert_slab;
+      result.x_scales =
+          scale_columns(d.x_scales, fp32, is_slab ? r.capacity : d.array_rows, is_slab ? r.num_local_experts() : 0, scale_bytes, device);
+    }
   }
   for (size_t s = 0; s < args.side.size(); ++s) {
     const TensorView& side = args.side[s];

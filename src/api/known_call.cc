@@ -41,9 +41,10 @@ bool is_good_output(const engine::Context& context, const TensorView& out, std::
 bool KnownDispatch::is_like(const DispatchArgs& args, const core::ExpertMap& experts) const {
   return is_there_ && !args.handle && args.side.empty() && api::is_like(args.x, x_) && api::is_like(args.topk_idx, topk_idx_) &&
          api::is_like(args.topk_weights, topk_weights_) && api::is_like(args.out, out_) && args.mode == mode_ && args.layout == layout_ &&
-         args.capacity == capacity_ && args.expert_alignment == expert_alignment_ && args.quantize == quantize_ && args.result == result_ &&
-         args.num_sms == num_sms_ && args.on_failure == on_failure_ && args.lane == lane_ && args.receive <= Receive::resident &&
-         !args.stream.native && facts_.facts.generation == generation_of(experts);
+         args.capacity == capacity_ && args.expert_alignment == expert_alignment_ && args.quantize == quantize_ &&
+         args.scale_order <= ScaleOrder::columns && (args.scale_order == ScaleOrder::rows || args.quantize != Quantize::none) &&
+         !args.out_scales.defined() && args.result == result_ && args.num_sms == num_sms_ && args.on_failure == on_failure_ && args.lane == lane_ &&
+         args.receive <= Receive::resident && !args.stream.native && facts_.facts.generation == generation_of(experts);
 }
 
 const engine::KnownFacts& KnownDispatch::check(const engine::Context& context, const DispatchArgs& args, const core::ExpertMap& experts) {

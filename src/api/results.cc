@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "api/buffer_impl.h"
+#include "core/scale.h"
 #include "engine/cpu/block_cache.h"
 
 namespace turnout {
@@ -81,6 +82,32 @@ void zero_tail(const TensorView& view, const Routing& r) {
   }
 }
 
+/// The same scales by columns, in memory of their own or `given`. `all`: also of rows that nothing came for.
+void turn_scales(DispatchResult& result, Memory& memory, const Routing& r, void* given, bool all) {
+  const TensorView rows = result.x_scales;
+  const bool is_slab = r.layout == Layout::expert_slab;
+  const auto last = static_cast<size_t>(rows.ndim - 1);
+  const int64_t groups = is_slab ? rows.shape[0] : 1, num = rows.shape[last - 1];
+  const int64_t bytes = rows.shape[last] * static_cast<int64_t>(size_of(rows.dtype)), words = core::scale_words(bytes);
+  const int64_t column = core::scale_column(num, is_slab);
+  if (!given) {
+    memory.scale_columns.assign(static_cast<size_t>(groups * words * column), 0);
+    given = memory.scale_columns.data();
+  }
+  for (int64_t group = 0; group < groups; ++group) {
+    const int64_t present = all ? num : is_slab ? std::min<int64_t>(num, r.expert_counts[static_cast<size_t>(group)]) : std::min(num, r.num_rows);
+    for (int64_t row = 0; row < present; ++row) {
+      const std::byte* from = static_cast<const std::byte*>(rows.data) + (group * num + row) * bytes;
+      for (int64_t word = 0; word < words; ++word) {
+        uint32_t bits = 0;
+        std::memcpy(&bits, from + 4 * word, static_cast<size_t>(std::min<int64_t>(4, bytes - 4 * word)));
+        static_cast<uint32_t*>(given)[(group * words + word) * column + row] = bits;
+      }
+    }
+  }
+  result.x_scales = scale_columns(given, rows.dtype == DType::fp32, num, is_slab ? groups : 0, bytes, {});
+}
+
 /// Drives a call to its end and takes what it brought. `owner` keeps it for its arguments.
 template <class AnyCall>
 auto outcome_of(engine::Lane& lane, AnyCall& call, std::unique_lock<std::mutex> lock, std::shared_ptr<engine::Call>& owner) {
@@ -91,6 +118,18 @@ auto outcome_of(engine::Lane& lane, AnyCall& call, std::unique_lock<std::mutex> 
 }
 
 }  // namespace
+
+TensorView scale_columns(void* data, bool fp32, int64_t rows, int64_t groups, int64_t scale_bytes, Device device) {
+  const int64_t words = core::scale_words(scale_bytes), column = core::scale_column(rows, groups > 0);
+  TensorView view = TensorView::dense(data, fp32 ? DType::fp32 : DType::i32, {rows, words}, device);
+  view.strides = {1, column, 0};
+  if (groups > 0) {
+    view.ndim = 3;
+    view.shape = {groups, rows, words};
+    view.strides = {words * column, 1, column};
+  }
+  return view;
+}
 
 DispatchResult BufferImpl::finish_dispatch_on_host(PendingImpl& pending) {
   engine::DispatchCall* const call = pending.dispatch;
@@ -125,6 +164,7 @@ DispatchResult BufferImpl::finish_dispatch_on_host(PendingImpl& pending) {
     zero_tail(result.x_scales, r);
     for (const TensorView& side : result.side) zero_tail(side, r);
   }
+  if (args.scale_order == ScaleOrder::columns) turn_scales(result, *memory, r, args.out_scales.data, args.zero_tail);
   const int64_t local = r.num_local_experts();
   set_vector(result.num_rows, &memory->num_rows, DType::i64, 1);
   set_vector(result.num_dropped, &memory->num_dropped, DType::i64, 1);

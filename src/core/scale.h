@@ -35,6 +35,12 @@ TURNOUT_HOST_DEVICE constexpr void quantize_block(const float* values, int64_t n
   for (int64_t i = 0; i < n; ++i) q[i] = float_to_fp8_e4m3(values[i] * inverse);
 }
 
+/// Scales by columns are words of 32 bits, an fp32 or four ue8m0 (those beyond the last are 0): words of a row whose scales are `scale_bytes`.
+TURNOUT_HOST_DEVICE constexpr int64_t scale_words(int64_t scale_bytes) { return (scale_bytes + 3) / 4; }
+/// Words from one column to the next, of `rows` rows: a group of a slab has them as they are; else columns begin at multiples of 16 bytes,
+/// which bulk copies of tensors ask for.
+TURNOUT_HOST_DEVICE constexpr int64_t scale_column(int64_t rows, bool is_slab) { return is_slab ? rows : (rows + 3) / 4 * 4; }
+
 TURNOUT_HOST_DEVICE constexpr float dequantize(uint8_t q, float scale) { return fp8_e4m3_to_float(q) * scale; }
 
 }  // namespace turnout::core

@@ -54,6 +54,7 @@ class CudaContract : public ::testing::TestWithParam<Case> {
       const std::unique_ptr<const Expected> e = ahead.front().get();
       ahead.pop_front();
       RunChoices r = run();
+      r.scale_columns = seed % 2 == 1;
       change(seed, r);
       expect_matches_reference(seed, *e, r);
       if (HasFailure()) {

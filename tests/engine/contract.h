@@ -31,6 +31,7 @@ struct RunChoices {
   int repeats = 1;          ///< dispatch and combine so often, the last time with a cached handle
   bool y_in_lease = false;  ///< rows of the combine lie in the receive region where they fit, and are spoilt right after it
   bool i32_ids = false, bf16_weights = false;
+  bool scale_columns = false;  ///< of what is quantised
   std::function<std::unique_ptr<Place>(int rank)> place{};  ///< none: the host
   std::chrono::milliseconds timeout{0};                     ///< 0: that of config_of()
 };
@@ -66,6 +67,25 @@ inline void expect_rows(const char* what, const TensorView& got, const core::Byt
     // Rows beyond the real ones are unspecified, but padding inside expert_major groups is zero.
     if (out.origin[static_cast<size_t>(i)].source < 0 && !(layout == Layout::expert_major && i < num_rows)) continue;
     ASSERT_EQ(std::memcmp(result_row(got, i), want.data() + static_cast<size_t>(i) * width, width), 0) << what << " row " << i;
+  }
+}
+
+/// Scales in either order: by columns they are words of four bytes.
+inline void expect_scales(const TensorView& got, const core::Bytes& want, const core::DispatchOutput& out, int64_t num_rows, Layout layout) {
+  if (out.array_rows == 0) return;
+  const size_t width = want.size() / static_cast<size_t>(out.array_rows), size = size_of(got.dtype);
+  const auto last = static_cast<size_t>(got.ndim - 1);
+  const int64_t group_rows = got.shape[last - 1];
+  std::vector<std::byte> row(static_cast<size_t>(got.shape[last]) * size);
+  ASSERT_GE(row.size(), width);
+  for (int64_t i = 0; i < out.array_rows; ++i) {
+    if (out.origin[static_cast<size_t>(i)].source < 0 && !(layout == Layout::expert_major && i < num_rows)) continue;
+    const int64_t first = (got.ndim == 3 ? i / group_rows * got.strides[0] : 0) + i % group_rows * got.strides[last - 1];
+    for (int64_t e = 0; e < got.shape[last]; ++e)
+      std::memcpy(row.data() + static_cast<size_t>(e) * size,
+                  static_cast<const std::byte*>(got.data) + static_cast<size_t>(first + e * got.strides[last]) * size, size);
+    ASSERT_EQ(std::memcmp(row.data(), want.data() + static_cast<size_t>(i) * width, width), 0) << "x_scales row " << i;
+    for (size_t b = width; b < row.size(); ++b) ASSERT_EQ(row[b], std::byte{0}) << "x_scales row " << i;
   }
 }
 
@@ -111,7 +131,7 @@ inline void expect_dispatch(const DispatchResult& there, const core::DispatchOut
   }
   if (d.has_weights) expect_values("topk_weights", got.topk_weights, want.topk_weights);
   expect_rows("x", got.x, want.x, want, want.num_rows, d.layout);
-  if (d.quantize != Quantize::none) expect_rows("x_scales", got.x_scales, want.x_scales, want, want.num_rows, d.layout);
+  if (d.quantize != Quantize::none) expect_scales(got.x_scales, want.x_scales, want, want.num_rows, d.layout);
   ASSERT_EQ(got.side.size(), want.side.size());
   for (size_t s = 0; s < want.side.size(); ++s) expect_rows("side", got.side[s], want.side[s], want, want.num_rows, d.layout);
 }
@@ -158,6 +178,7 @@ struct RankArguments {
     dispatch.capacity = d.capacity;
     dispatch.expert_alignment = d.alignment;
     dispatch.quantize = d.quantize;
+    if (d.quantize != Quantize::none && run.scale_columns) dispatch.scale_order = ScaleOrder::columns;
     dispatch.result = run.results_differ && rank % 2 == 1 ? ResultKind::fresh : run.result;
     dispatch.receive = run.receive;
   }

@@ -28,6 +28,7 @@ class EngineContract : public ::testing::TestWithParam<Case> {
     r.transport = GetParam().transport;
     r.mode = GetParam().mode;
     if (GetParam().scheduled) r.scheduler_seed = seed + 1;
+    r.scale_columns = seed % 2 == 1;
     return r;
   }
 };

@@ -189,6 +189,68 @@ def test_rows_that_nothing_came_for_are_zero(layout, capacity, quantize, mode):
     buffer.synchronize()
 
 
+@pytest.mark.parametrize("layout, capacity", [("rank_major", 60), ("expert_major", None), ("expert_slab", 50)])
+@pytest.mark.parametrize("quantize", ["fp8_e4m3", "fp8_e4m3_ue8m0"])
+@pytest.mark.parametrize("mode", ["low_latency", "throughput"])
+@pytest.mark.parametrize("hidden", [512, 200])
+def test_scales_by_columns_are_those_by_rows(hidden, mode, quantize, layout, capacity):
+    buffer = make(hidden=512, dtype=torch.bfloat16)
+    x, idx, weights = problem(tokens=20, dtype=torch.bfloat16, hidden=hidden)
+    call = dict(layout=layout, capacity=capacity, quantize=quantize, mode=mode)
+    want = buffer.dispatch(x, idx, weights, **call)
+    blocks = -(-hidden // 128)
+    words = blocks if quantize == "fp8_e4m3" else -(-blocks // 4)
+    dtype = torch.float32 if quantize == "fp8_e4m3" else torch.int32
+    for given in (False, True) if layout == "expert_slab" else (False,):
+        to = torch.full((EXPERTS, words, 50), -1, dtype=dtype, device="cuda").transpose(1, 2) if given else None
+        got = buffer.dispatch(x, idx, weights, **call, scale_order="columns", out_scales=to)
+        assert torch.equal(got.num_rows, want.num_rows) and got.x_scales.dtype == dtype and got.x_scales.stride(-2) == 1
+        assert to is None or got.x_scales.data_ptr() == to.data_ptr()
+        bits = got.x_scales.contiguous().view(torch.uint8)
+        rows = want.x_scales.contiguous().view(torch.uint8)
+        width = rows.shape[-1]
+        counts = want.expert_counts.tolist() if layout == "expert_slab" else [int(want.num_rows)]
+        for have, wanted, present in zip(*((bits, rows) if layout == "expert_slab" else (bits[None], rows[None])), counts):
+            assert torch.equal(have[:present, :width], wanted[:present]) and not have[:present, width:].any()
+    buffer.synchronize()
+
+
+def test_a_handle_that_outlives_its_buffer_keeps_the_allocator():
+    """It keeps the Buffer's memory, and with it what a result gave back but the allocator has yet to get."""
+
+    class Allocator:
+        def __init__(self):
+            self.given, self.back = 0, 0
+
+        def allocate(self, num_bytes, stream):
+            self.given += 1
+            return torch.cuda.caching_allocator_alloc(num_bytes, 0, stream)
+
+        def deallocate(self, address, num_bytes):
+            self.back += 1
+            torch.cuda.caching_allocator_delete(address)
+
+    counts = []
+
+    def rank(group):
+        allocator = Allocator()
+        buffer = turnout.Buffer(group, num_experts=EXPERTS, hidden=HIDDEN, max_tokens_per_rank=64, max_topk=TOPK, dtype="fp32", device="cuda:0", allocator=allocator)
+        x, idx, weights = problem()
+        got = buffer.dispatch(x, idx, weights, layout="expert_major", capacity=64 * TOPK, result="fresh")
+        handle = got.handle
+        torch.cuda._sleep(20_000_000)
+        state = allocator.__dict__
+        del got, buffer, allocator
+        gc.collect()
+        before = dict(state)
+        del handle
+        counts.append((before, state))
+
+    turnout.run_virtual_ranks(1, rank)
+    for before, after in counts:
+        assert before["given"] == 1 and after["back"] == 1
+
+
 @pytest.mark.parametrize("stream_of", ["current", "object", "cupy"])
 def test_bound_calls_take_what_is_in_the_arrays(stream_of):
     buffer = make()

@@ -126,13 +126,17 @@ class LowLatencyCalls:
         counts = torch.empty(num_local, dtype=torch.int32, device=device) if return_recv_hook else None
         scales = _empty_scales(num_local, capacity, hidden, use_ue8m0, device) if use_fp8 else None
         quantize = "none" if not use_fp8 else "fp8_e4m3_ue8m0" if round_scale else "fp8_e4m3"
+        in_place = scales if use_ue8m0 or not round_scale else None  # powers of two as fp32 are made of exponents afterwards
+        order = "rows" if in_place is None else "columns"
         sent_ids = self._unmasked(ids, num_experts)
         first = self.rank * num_max_dispatch_tokens_per_rank
         origin = numbers(first, num_max_dispatch_tokens_per_rank, topk, device)[:tokens].view(torch.float32)
 
         def issue(engine: Any) -> Any:
             call = engine.dispatch_async if return_recv_hook else engine.dispatch
-            return call(rows, sent_ids, origin, layout="expert_slab", capacity=capacity, out=received, quantize=quantize)
+            return call(
+                rows, sent_ids, origin, layout="expert_slab", capacity=capacity, out=received, quantize=quantize, scale_order=order, out_scales=in_place
+            )
 
         start = time.perf_counter_ns()
         engine, result = self._engines.dispatch(
@@ -147,8 +151,8 @@ class LowLatencyCalls:
                 dispatch_wait_recv_cost_stats.add_(time.perf_counter_ns() - since)
             handle.routing.handle, handle.origin = come.handle, come.topk_weights
             handle.counts = come.expert_counts if counts is None else counts.copy_(come.expert_counts)
-            if scales is not None:
-                _fill_scales(scales, come.x_scales, use_ue8m0)
+            if scales is not None and in_place is None:
+                _fill_scales(scales, come.x_scales)
             if cumulative_local_expert_recv_stats is not None:
                 cumulative_local_expert_recv_stats.add_(handle.counts)
 
@@ -321,17 +325,9 @@ def _empty_scales(num_local: int, capacity: int, hidden: int, packed: bool, devi
     return torch.empty((num_local, width, capacity), dtype=dtype, device=device).transpose(1, 2)
 
 
-def _fill_scales(scales: Tensor, arrived: Tensor, packed: bool) -> None:
-    if arrived.dtype == torch.float32:
-        scales.copy_(arrived)
-        return
-    exponents = arrived.view(torch.uint8)
-    if packed:
-        padded = torch.nn.functional.pad(exponents, (0, scales.shape[2] * 4 - exponents.shape[2]))
-        scales.copy_(padded.contiguous().view(torch.int32))
-    else:
-        # The bits of a power of two: an exponent and nothing else.
-        scales.copy_((exponents.to(torch.int32) << 23).view(torch.float32))
+def _fill_scales(scales: Tensor, arrived: Tensor) -> None:
+    """The bits of a power of two: an exponent and nothing else."""
+    scales.copy_((arrived.view(torch.uint8).to(torch.int32) << 23).view(torch.float32))
 
 
 def _origins(origin: Tensor, counts: Tensor, num_ranks: int, max_tokens: int) -> tuple[Tensor, Tensor]:

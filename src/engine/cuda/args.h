@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/scale.h"
 #include "engine/cpu/header.h"
 #include "engine/cuda/layout.h"
 #include "turnout/buffer.h"
@@ -213,7 +214,19 @@ struct DispatchArgs {
   std::byte* out_x = nullptr;
   int64_t out_stride = 0;
   std::byte* out_scales = nullptr;  ///< rows of scale_bytes
-  int64_t* arrived = nullptr;       ///< [R] counters of rows present, or null
+  /// Scales by columns: word w of row i of group g at (g * words + w) * length + i. At once: nothing goes to out_scales.
+  struct ScaleColumns {
+    uint32_t* to = nullptr;
+    int32_t words = 0, length = 0, group_rows = 0;
+    bool at_once = false;
+    /// Finds where they lie, and returns the bytes that they take: none unless they are wanted.
+    int64_t place(int64_t num_groups, int64_t rows, bool is_slab) {
+      group_rows = static_cast<int32_t>(rows > 0 ? rows : 1);
+      length = static_cast<int32_t>(core::scale_column(rows, is_slab));
+      return num_groups * 4 * words * length;
+    }
+  } columns;
+  int64_t* arrived = nullptr;  ///< [R] counters of rows present, or null
 
   Routing routing;
   int num_local = 0;  ///< experts of this rank

@@ -236,9 +236,24 @@ void PendingCall::zero_tail_of_result() {
   check(launch_zero_tail(tail, engine_->num_sms_, stream), "zero_tail kernel");
 }
 
+/// The same.
+void PendingCall::turn_scales() {
+  const DispatchArgs& a = dispatch;
+  const Routing& r = routing->view;
+  const bool by_expert = a.layout == Layout::expert_slab;
+  TurnArgs turn{a.out_scales, a.scale_bytes, a.columns.to, a.columns.words, a.columns.length, by_expert ? a.num_local : 1, a.columns.group_rows};
+  if (!zero_tail) {
+    turn.counts = by_expert ? r.expert_counts : nullptr;
+    turn.num_rows = by_expert ? nullptr : r.num_rows;
+  }
+  CurrentDevice current(engine_->device_);
+  check(launch_turn_scales(turn, engine_->num_sms_, stream), "turn_scales kernel");
+}
+
 DeviceDispatch PendingCall::finish_dispatch() {
   join();
   if (zero_tail) zero_tail_of_result();
+  if (dispatch.columns.to && !dispatch.columns.at_once) turn_scales();
   DispatchArgs& a = dispatch;
   DeviceDispatch out;
   struct Keep {
@@ -249,7 +264,7 @@ DeviceDispatch PendingCall::finish_dispatch() {
   out.routing = routing;
   out.x = a.out_x;
   out.x_stride = a.out_stride;
-  out.x_scales = a.out_scales;
+  out.x_scales = a.columns.to ? reinterpret_cast<std::byte*>(a.columns.to) : a.out_scales;
   for (int s = 0; s < a.num_side; ++s) out.side.push_back(a.side[s].out);
   out.array_rows = a.result_rows;
   out.num_rows = routing->num_rows;

@@ -45,6 +45,7 @@ DispatchArgs Engine::dispatch_args(const turnout::DispatchArgs& args, const Call
   const bool quantised = args.quantize != Quantize::none;
   a.x_bytes = quantised ? a.hidden : a.hidden * static_cast<int64_t>(size_of(a.dtype));
   a.scale_bytes = quantised ? core::ceil_div(a.hidden, 128) * (args.quantize == Quantize::fp8_e4m3 ? 4 : 1) : 0;
+  if (args.scale_order == ScaleOrder::columns) a.columns.words = static_cast<int32_t>(core::scale_words(a.scale_bytes));
   a.x_block_stride = up(a.x_bytes, 128);
   a.num_side = static_cast<int>(args.side.size());
   for (size_t s = 0; s < args.side.size(); ++s) {
@@ -84,6 +85,7 @@ void Engine::place_block(DispatchArgs& a, std::shared_ptr<Hold>* block, OnStream
 /// Where the rows of the result go, if not where they land.
 void Engine::place_result(const turnout::DispatchArgs& args, DispatchArgs& a, std::shared_ptr<Hold>* result, OnStream on) const {
   const int64_t rows = a.result_rows;
+  const bool is_slab = a.layout == Layout::expert_slab;
   if (args.out.defined()) {
     const int64_t room = args.out.num_elements() / args.out.shape[static_cast<size_t>(args.out.ndim - 1)];
     if (room < rows) {
@@ -100,6 +102,8 @@ void Engine::place_result(const turnout::DispatchArgs& args, DispatchArgs& a, st
   a.out_stride = up(a.x_bytes, 128);
   const int64_t x_at = take(args.out.defined() ? 0 : rows * a.out_stride);
   const int64_t scales_at = take(rows * a.scale_bytes);
+  const int64_t columns = is_slab ? a.columns.place(a.num_local, a.capacity, true) : a.columns.place(1, rows, false);
+  const int64_t columns_at = take(args.out_scales.defined() ? 0 : columns);
   std::vector<int64_t> side_at;
   for (int s = 0; s < a.num_side; ++s) side_at.push_back(take(rows * a.side[s].bytes));
   std::optional<Lease> lease;
@@ -114,6 +118,7 @@ void Engine::place_result(const turnout::DispatchArgs& args, DispatchArgs& a, st
   std::byte* base = (*result)->data();
   a.out_x = base + x_at;
   a.out_scales = base + scales_at;
+  if (a.columns.words > 0) a.columns.to = reinterpret_cast<uint32_t*>(args.out_scales.defined() ? args.out_scales.data : base + columns_at);
   for (int s = 0; s < a.num_side; ++s) a.side[s].out = base + side_at[static_cast<size_t>(s)];
   if (args.out.defined()) {
     a.out_x = static_cast<std::byte*>(args.out.data);
@@ -210,7 +215,7 @@ void Engine::reuse_routing(PendingCall& call, std::shared_ptr<const RoutingMemor
 /// Memory for what comes.
 void Engine::place_call(const turnout::DispatchArgs& args, PendingCall& call) const {
   DispatchArgs& a = call.dispatch;
-  const bool stays = args.result != ResultKind::fresh && !args.out.defined();
+  const bool stays = args.result != ResultKind::fresh && !args.out.defined() && a.columns.words == 0;
   const bool in_block = a.layout == Layout::rank_major && stays && a.block_rows == a.total_rows;
   a.straight = in_block && !a.common.through_host;  // else they land in one half of the block and are laid out in the other
   place_block(a, &call.block, call.on());

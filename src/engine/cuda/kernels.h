@@ -46,6 +46,8 @@ bool can_ll_combine(const CombineArgs& args);
 /// Blocks that serve a call best on a GPU of `num_sms`; any number from 1 to kMaxChannels does.
 int ll_dispatch_blocks(const DispatchArgs& args, int num_sms);
 int ll_combine_blocks(const CombineArgs& args, int num_sms);
+/// Whether that dispatch lays scales out by columns itself: a slab whose rows take the fast forms. REQUIRES: where results lie is known.
+bool ll_lays_columns(const DispatchArgs& a);
 cudaError_t launch_ll_dispatch(const DispatchArgs& args, int blocks, cudaStream_t stream);
 cudaError_t launch_ll_combine(const CombineArgs& args, int blocks, cudaStream_t stream);
 

@@ -86,6 +86,7 @@ void Engine::dispatch_low_latency(const turnout::DispatchArgs& args, PendingCall
   }
   a.routing = call.routing->view;
   place_result(args, a, &call.result, call.on());
+  a.columns.at_once = a.columns.to && !call.zero_tail && ll_lays_columns(a);
   if (counts_arrivals) {
     call.counters = std::make_shared<Hold>(shared_, shared_->own, static_cast<size_t>(num_ranks_) * 8, call.on());
     a.arrived = reinterpret_cast<int64_t*>(call.counters->data());

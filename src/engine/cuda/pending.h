@@ -35,6 +35,7 @@ class PendingCall : public DevicePending {
   bool is_open_ = false;
   void join();
   void zero_tail_of_result();
+  void turn_scales();
 
  public:
   int lane;

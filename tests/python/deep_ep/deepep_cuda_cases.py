@@ -205,3 +205,11 @@ CASES = [
     *((f"hybrid-{r}", hybrid, dict(rows=r)) for r in (None, 200)),
     *((f"graphs-{f}-{h}", graphs, dict(form=f, hook=h)) for f in ("bf16", "fp8") for h in (False, True)),
 ]
+
+
+def chosen(beginnings, few=False):
+    """The cases whose names begin so (none: all); few: of each beginning the first and the last."""
+    if not beginnings:
+        return CASES
+    groups = [[case for case in CASES if case[0].startswith(begin)] for begin in beginnings]
+    return [case for group in groups for case in ([group[0], group[-1]] if few and len(group) > 2 else group)]

@@ -1,4 +1,4 @@
-"""A rank of test_deepep_cuda: a process with a GPU of its own. Arguments: a folder for the store, and how names of cases begin (none: all)."""
+"""A rank of test_deepep_cuda: a process with a GPU of its own, if there are enough. Arguments: a folder for the store, and how names of cases begin (none: all)."""
 
 import os
 import sys
@@ -6,16 +6,15 @@ import traceback
 
 import torch
 import torch.distributed as dist
-from deepep_cuda_cases import CASES
+from deepep_cuda_cases import chosen
 
 
 def main():
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.cuda.set_device(rank)
+    num_gpus = torch.cuda.device_count()
+    torch.cuda.set_device(rank % num_gpus)
     dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=rank, world_size=size)
-    for name, body, how in CASES:
-        if sys.argv[2:] and not name.startswith(tuple(sys.argv[2:])):
-            continue
+    for name, body, how in chosen(sys.argv[2:], num_gpus < size):
         stream = torch.cuda.Stream()
         try:
             with torch.cuda.stream(stream):

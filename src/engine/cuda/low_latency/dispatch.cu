@@ -8,6 +8,7 @@
 #include "engine/cuda/low_latency/publish.cuh"
 #include "engine/cuda/low_latency/send.cuh"
 #include "engine/cuda/low_latency/slab.h"
+#include "engine/cuda/throughput/bulk.h"
 
 namespace turnout::engine::cuda {
 namespace low_latency {
@@ -230,9 +231,9 @@ int threads_for(const DispatchArgs& a) {
 /// What the fast kernel takes: pieces of 16 bytes in and out, a few experts and ranks. A choice of this rank alone.
 bool is_plain(const DispatchArgs& a) {
   const int64_t bytes = a.quantize == Quantize::none ? a.x_bytes : a.hidden * static_cast<int64_t>(size_of(a.dtype));
-  uint64_t bits = static_cast<uint64_t>(a.x_stride | bytes | a.out_stride | a.x_bytes | a.scale_bytes);
-  for (const std::byte* p : {a.x, static_cast<const std::byte*>(a.out_x), static_cast<const std::byte*>(a.out_scales)})
-    bits |= reinterpret_cast<uintptr_t>(p);
+  uint64_t bits = static_cast<uint64_t>(a.x_stride | bytes | a.out_stride | a.x_bytes);
+  for (const std::byte* p : {a.x, static_cast<const std::byte*>(a.out_x)}) bits |= reinterpret_cast<uintptr_t>(p);
+  if (!a.columns.at_once) bits |= static_cast<uint64_t>(a.scale_bytes) | reinterpret_cast<uintptr_t>(a.out_scales);
   return bits % 16 == 0 && a.num_side == 0 && a.num_topk <= 8 && a.common.team.num_ranks <= 32 &&
          (a.quantize == Quantize::none || size_of(a.dtype) == 2);
 }
@@ -247,6 +248,12 @@ bool can_ll_dispatch(const DispatchArgs& a) {
   return arena.ll_tokens > 0 && a.capacity >= 0 && a.num_topk <= kMaxTopk && a.common.num_experts <= 32768 &&
          static_cast<size_t>(RowFormat::of(a).num_words) * 16 <= arena.ll_dispatch_row &&
          low_latency::SharedPlan::of(least, 1).num_bytes <= low_latency::SharedPlan::kMost;
+}
+
+bool ll_lays_columns(const DispatchArgs& a) {
+  DispatchArgs asked = a;
+  asked.columns.at_once = true;
+  return has_bulk() && a.layout == Layout::expert_slab && low_latency::is_plain(asked);
 }
 
 int ll_dispatch_blocks(const DispatchArgs& a, int num_sms) {

@@ -95,6 +95,19 @@ __device__ __forceinline__ int place(const auto& w, const std::byte* row, int s,
   return to;
 }
 
+/// The scales of a row in shared memory, whose copy reaches to a multiple of 16 bytes, to their columns. The whole warp calls it.
+__device__ __forceinline__ void put_columns(const DispatchArgs::ScaleColumns& to, int64_t scale_bytes, const std::byte* scales, int at) {
+  if (at < 0) return;
+  const int group = at / to.group_rows;
+  uint32_t* first = to.to + static_cast<int64_t>(group) * to.words * to.length + (at - group * to.group_rows);
+#pragma unroll 1
+  for (int word = lane_id(); word < to.words; word += 32) {
+    const auto beyond = static_cast<int>(4 * (word + 1) - scale_bytes);  // bytes of the last word that are of no scale
+    const uint32_t bits = reinterpret_cast<const uint32_t*>(scales)[word];
+    first[static_cast<int64_t>(word) * to.length] = beyond > 0 ? bits & (~0u >> 8 * beyond) : bits;
+  }
+}
+
 /// Copies a row in shared memory to its places. The whole block calls it; bulk copies are still reading when it returns.
 template <bool kPlain>
 __device__ __forceinline__ void lay_out(const auto& w, const std::byte* row, int s, int n) {
@@ -104,15 +117,21 @@ __device__ __forceinline__ void lay_out(const auto& w, const std::byte* row, int
   const int k = thread();
   if constexpr (kPlain && kHasBulk) {
     // A thread takes long to ask for a copy, and those of a warp do so one after the other: one of each warp.
-    if (lane_id() != 0) return;
+    const bool by_column = a.columns.at_once;
+    if (lane_id() != 0 && !by_column) return;
 #pragma unroll 1
     for (int j = warp_id(); j < a.num_topk; j += num_warps()) {
-      place(w, row, s, n, j, [&](int at) {
-        bulk_put(a.out_x + at * a.out_stride, row, static_cast<uint32_t>(a.x_bytes));
-        if (a.scale_bytes) bulk_put(a.out_scales + at * a.scale_bytes, row + w.f.scales, static_cast<uint32_t>(a.scale_bytes));
-      });
+      int to = -1;
+      if (lane_id() == 0) {
+        place(w, row, s, n, j, [&](int at) {
+          to = at;
+          bulk_put(a.out_x + at * a.out_stride, row, static_cast<uint32_t>(a.x_bytes));
+          if (a.scale_bytes && !by_column) bulk_put(a.out_scales + at * a.scale_bytes, row + w.f.scales, static_cast<uint32_t>(a.scale_bytes));
+        });
+      }
+      if (by_column) put_columns(a.columns, a.scale_bytes, row + w.f.scales, __shfl_sync(kFull, to, 0));
     }
-    bulk_close();
+    if (lane_id() == 0) bulk_close();
     return;
   }
   bool all_bulk = true;
