@@ -199,3 +199,8 @@ def test_bits_by_name():
         turnout.array(bits, "fp32")
     with pytest.raises(turnout.InvalidArgument, match="'bf17'"):
         turnout.array(bits, "bf17")
+
+
+def test_a_routing_has_bytes_on_gpus_only():
+    with pytest.raises(turnout.InvalidArgument, match="routing_bytes: this Buffer is on the CPU"):
+        turnout._core.xla_routing_bytes(one_rank(), 4, 2, True, 0, 8, 1)
