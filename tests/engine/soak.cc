@@ -283,6 +283,7 @@ int main(int argc, char** argv) {
   ::testing::InitGoogleTest(&argc, argv);
   GTEST_FLAG_SET(throw_on_failure, true);  // the first difference ends the session
   setenv("TURNOUT_LOG", "error", 0);       // NOLINT(concurrency-mt-unsafe): results that find no lease are meant to be here
+  mallopt(M_ARENA_MAX, 1);                 // what is resident is to tell of leaks, and not of an arena for each of a thousand threads
   turnout::testing::Options options;
   CLI::App app("Random dispatches and combines against the oracle");
   app.add_option("--seconds", options.seconds, "How long to run");

@@ -64,7 +64,7 @@ inline int64_t heap_kib() {
 }
 
 /// Looks at memory and descriptors again and again. Descriptors, threads, mappings and what is in use of the heap stay as they are; what is
-/// resident settles, because the heap's arenas and the stacks that the system keeps for further threads grow to what the largest test needs.
+/// resident settles, because heaps and the stacks that the system keeps for further threads grow to what the largest test needs.
 class Flat {
  public:
   /// REQUIRES: nothing of Turnout's lives. Throws if something of it is left.
@@ -88,7 +88,7 @@ class Flat {
   int64_t grown_kib() const { return num_looks_ > kSettled ? last_kib_ - most_kib_ : 0; }
 
  private:
-  static constexpr int64_t kSettled = 100, kMostKib = 128 << 10, kMostHeapKib = 512;
+  static constexpr int64_t kSettled = 100, kMostKib = 128 << 10, kMostHeapKib = 1024;
   int64_t num_looks_ = 0, first_heap_kib_ = 0, heap_kib_ = 0, most_kib_ = 0, last_kib_ = 0;
   Belongings first_;
 };
