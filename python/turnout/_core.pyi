@@ -182,7 +182,7 @@ class DispatchResult:
     @property
     def x_scales(self) -> Any:
         """
-        With quantize: fp32 or ue8m0 [N, ceil(H/128)], slab [Le, C, ceil(H/128)]; else None.
+        With quantize: fp32 or ue8m0 [N, ceil(H/128)], slab [Le, C, ceil(H/128)], as scale_order says; else None.
         """
 
     @property

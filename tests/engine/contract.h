@@ -31,7 +31,7 @@ struct RunChoices {
   int repeats = 1;          ///< dispatch and combine so often, the last time with a cached handle
   bool y_in_lease = false;  ///< rows of the combine lie in the receive region where they fit, and are spoilt right after it
   bool i32_ids = false, bf16_weights = false;
-  bool scale_columns = false;  ///< of what is quantised
+  bool scale_columns = false;                               ///< of what is quantised
   std::function<std::unique_ptr<Place>(int rank)> place{};  ///< none: the host
   std::chrono::milliseconds timeout{0};                     ///< 0: that of config_of()
 };

@@ -140,7 +140,7 @@ def elastic(group, rank, num_ranks, expand=False, exact=True, multiple=True, asy
 
 def hybrid(group, rank, num_ranks, rows=None):
     ranks = problem(num_ranks)
-    buffer = HybridEPBuffer(group, 256, MOST, 4)
+    buffer = HybridEPBuffer(group, 256, MOST, 8 // num_ranks)
     x, idx, weights = here(ranks, rank)
     chosen, probs = indices_to_map(idx, weights, len(x), 8)
     got, got_probs, _, counts, handle = buffer.dispatch_with_permute(

@@ -17,6 +17,12 @@ from deepep_cuda_cases import CASES, chosen  # noqa: E402
 HERE = pathlib.Path(__file__).parent
 
 
+def keep_memory():
+    """Torch keeps memory by streams, and takes more by cudaMalloc, which may wait for all kernels that run, and those of a rank wait for the other."""
+    held = [torch.empty(1 << 28, dtype=torch.uint8, device="cuda"), *(torch.empty(1 << 19, dtype=torch.uint8, device="cuda") for _ in range(64))]
+    del held
+
+
 # One rank first: the first launch of a kernel of torch loads it, which waits for all kernels that run, and those of a rank wait for the other.
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("name", [name for name, _, _ in CASES])
@@ -29,6 +35,8 @@ def test_on_one_gpu(num_ranks, name):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.default_stream())
         with torch.cuda.stream(stream):
+            keep_memory()
+            group.barrier()  # nobody takes memory any more when kernels begin to wait
             body(group, group.rank, num_ranks, **how)
             stream.synchronize()
 
