@@ -33,8 +33,9 @@ class Memory {
   std::shared_ptr<void> on_device;
 };
 
-/// The view of scales by columns, of `rows` rows whose scales are `scale_bytes`; `groups`: of a slab, else 0.
-TensorView scale_columns(void* data, bool fp32, int64_t rows, int64_t groups, int64_t scale_bytes, Device device);
+/// The view of scales by columns, of `rows` rows whose scales are `scale_bytes`; `groups`: the local experts of a slab,
+/// of which a rank may have none; absent for other layouts.
+TensorView scale_columns(void* data, bool fp32, int64_t rows, std::optional<int64_t> groups, int64_t scale_bytes, Device device);
 
 class BufferImpl;
 

@@ -226,7 +226,8 @@ DispatchResult BufferImpl::finish_dispatch_on_device(PendingImpl& pending) {
     } else {
       const bool is_slab = r.layout == Layout::expert_slab;
       result.x_scales =
-          scale_columns(d.x_scales, fp32, is_slab ? r.capacity : d.array_rows, is_slab ? r.num_local_experts() : 0, scale_bytes, device);
+          is_slab ? scale_columns(d.x_scales, fp32, r.capacity, r.num_local_experts(), scale_bytes, device)
+                  : scale_columns(d.x_scales, fp32, d.array_rows, std::nullopt, scale_bytes, device);
     }
   }
   for (size_t s = 0; s < args.side.size(); ++s) {

@@ -105,7 +105,7 @@ void turn_scales(DispatchResult& result, Memory& memory, const Routing& r, void*
       }
     }
   }
-  result.x_scales = scale_columns(given, rows.dtype == DType::fp32, num, is_slab ? groups : 0, bytes, {});
+  result.x_scales = scale_columns(given, rows.dtype == DType::fp32, num, is_slab ? std::optional(groups) : std::nullopt, bytes, {});
 }
 
 /// Drives a call to its end and takes what it brought. `owner` keeps it for its arguments.
@@ -119,13 +119,13 @@ auto outcome_of(engine::Lane& lane, AnyCall& call, std::unique_lock<std::mutex> 
 
 }  // namespace
 
-TensorView scale_columns(void* data, bool fp32, int64_t rows, int64_t groups, int64_t scale_bytes, Device device) {
-  const int64_t words = core::scale_words(scale_bytes), column = core::scale_column(rows, groups > 0);
+TensorView scale_columns(void* data, bool fp32, int64_t rows, std::optional<int64_t> groups, int64_t scale_bytes, Device device) {
+  const int64_t words = core::scale_words(scale_bytes), column = core::scale_column(rows, groups.has_value());
   TensorView view = TensorView::dense(data, fp32 ? DType::fp32 : DType::i32, {rows, words}, device);
   view.strides = {1, column, 0};
-  if (groups > 0) {
+  if (groups) {
     view.ndim = 3;
-    view.shape = {groups, rows, words};
+    view.shape = {*groups, rows, words};
     view.strides = {words * column, 1, column};
   }
   return view;

@@ -72,6 +72,10 @@ inline void expect_rows(const char* what, const TensorView& got, const core::Byt
 
 /// Scales in either order: by columns they are words of four bytes.
 inline void expect_scales(const TensorView& got, const core::Bytes& want, const core::DispatchOutput& out, int64_t num_rows, Layout layout) {
+  ASSERT_EQ(got.ndim, layout == Layout::expert_slab ? 3 : 2);  // also on a rank that has no experts
+  if (got.ndim == 3) {
+    ASSERT_EQ(got.shape[0] * got.shape[1], out.array_rows);
+  }
   if (out.array_rows == 0) return;
   const size_t width = want.size() / static_cast<size_t>(out.array_rows), size = size_of(got.dtype);
   const auto last = static_cast<size_t>(got.ndim - 1);
