@@ -1,5 +1,6 @@
 // A rank of a real job, for the tests that start processes: joins, gathers, says so. With the argument `twice` it then waits
-// for a line of its input and takes one step more; with `steps` it takes step after step until one fails.
+// for a line of its input and takes one step more; with `steps` and a number it takes steps of so many milliseconds
+// each, one after the other, until one fails.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -18,9 +19,10 @@ int main(int argc, char** argv) {
       if (testing_ranks::text(all[peer]) != std::to_string(peer)) return 1;
     }
     std::printf("%s: rank %d of %d, local %d, met all\n", info.launcher.c_str(), info.rank, info.num_ranks, info.local_rank);
-    if (argc > 1 && std::strcmp(argv[1], "steps") == 0) {
+    if (argc > 2 && std::strcmp(argv[1], "steps") == 0) {
+      auto hasty = store_bootstrap(store, info.rank, info.num_ranks, "hasty", std::chrono::milliseconds(std::atoi(argv[2])));
       std::fflush(stdout);
-      while (true) world->barrier("a step of many");
+      while (true) hasty->barrier("a step of many");
     }
     if (argc > 1 && std::strcmp(argv[1], "twice") == 0) {
       std::fflush(stdout);

@@ -193,9 +193,9 @@ inline void check_record(const FaultCase& c, const WaitRecord& r, bool failed, c
     if (!holds) throw std::runtime_error("the error should " + wanted + ", but says: " + what);
   };
   const bool by_itself = r.phase == "failed" && r.rank == c.victim;
-  // Who waits for a rank that waits for one that stalls cannot tell them apart: both live.
-  const bool named = c.kind == FaultKind::stalls ? std::count(r.peers.begin(), r.peers.end(), c.victim) == 1 : r.peers == std::vector<int>{c.victim};
-  require(by_itself || named, "name rank " + std::to_string(c.victim) + (c.kind == FaultKind::stalls ? "" : " alone"));
+  // Where all live, who waits for a rank that itself waits for the one that stalls names the former.
+  const bool named = c.kind == FaultKind::stalls ? !r.peers.empty() : r.peers == std::vector<int>{c.victim};
+  require(by_itself || named, "name rank " + std::to_string(c.victim) + " alone");
   require(r.rank >= 0 && r.rank < c.num_ranks && !r.call.empty() && !r.phase.empty() && r.epoch > 0, "tell who waited in which call");
   require(failed != is_found_by_deadline(c.kind), is_found_by_deadline(c.kind) ? "be PeerTimeout" : "be PeerFailed");
   if (c.kind == FaultKind::stop) require(r.peer_state == "silent", "call the peer silent");

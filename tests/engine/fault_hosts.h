@@ -37,11 +37,10 @@ class CutHosts {
     const std::string folder = make_folder();
     std::vector<testing_ranks::Program> ranks;
     for (int rank = 0; rank < num_ranks; ++rank) {
-      ranks.emplace_back(
-          rank < num_near ? *a_ : *b_, std::vector<std::string>{program, "steps"},
-          std::vector<std::string>{"TURNOUT_RANK=" + std::to_string(rank), "TURNOUT_NUM_RANKS=" + std::to_string(num_ranks), "TURNOUT_ROOT=10.77.0.1",
-                                   "TURNOUT_PORT=4711", "XDG_RUNTIME_DIR=" + folder, "TURNOUT_SECRET=the secret of this job",
-                                   "TURNOUT_BOOTSTRAP_TIMEOUT_MS=" + std::to_string(kDeadline.count())});
+      ranks.emplace_back(rank < num_near ? *a_ : *b_, std::vector<std::string>{program, "steps", std::to_string(kDeadline.count())},
+                         std::vector<std::string>{"TURNOUT_RANK=" + std::to_string(rank), "TURNOUT_NUM_RANKS=" + std::to_string(num_ranks),
+                                                  "TURNOUT_ROOT=10.77.0.1", "TURNOUT_PORT=4711", "XDG_RUNTIME_DIR=" + folder,
+                                                  "TURNOUT_SECRET=the secret of this job", "TURNOUT_BOOTSTRAP_TIMEOUT_MS=30000"});
     }
     for (auto& rank : ranks) {
       if (rank.hear("met all\n").find("met all") == std::string::npos) throw std::runtime_error("ranks on two hosts have not met");

@@ -263,13 +263,15 @@ void Lane::check_patience(const Call& call, Patience& patience) {
     patience.beat_at.assign(ranks, now);
     for (size_t peer = 0; peer < ranks; ++peer) patience.heartbeats[peer] = context_->transport->heartbeat(static_cast<int>(peer));
   }
+  for (size_t peer = 0; peer < ranks; ++peer) {
+    if (const uint64_t beat = context_->transport->heartbeat(static_cast<int>(peer)); beat != patience.heartbeats[peer]) {
+      patience.heartbeats[peer] = beat;
+      patience.beat_at[peer] = now;
+    }
+  }
   std::vector<int> late, silent;
   for (int peer : waiting.peers) {
     const auto at = static_cast<size_t>(peer);
-    if (const uint64_t beat = context_->transport->heartbeat(peer); beat != patience.heartbeats[at]) {
-      patience.heartbeats[at] = beat;
-      patience.beat_at[at] = now;
-    }
     // A peer that has not come has `timeout` from when it fell silent; one inside the call from when the call last moved.
     const auto quiet = now - patience.beat_at[at];
     const bool is_late = waited > (waiting.for_arrival ? limits.busy_timeout : limits.timeout);
@@ -281,6 +283,10 @@ void Lane::check_patience(const Call& call, Patience& patience) {
     for (int peer : waiting.peers) {
       if (crossed_lane(peer) >= 0) expire(call, waiting, {peer}, "busy", waited, false);
     }
+  }
+  // Who lives and does not get on may itself wait for one that this rank needs nothing of any more.
+  for (int peer = 0; peer < context_->num_ranks && silent.empty() && !late.empty(); ++peer) {
+    if (peer != context_->rank && now - patience.beat_at[static_cast<size_t>(peer)] > silent_after(limits.timeout)) silent.push_back(peer);
   }
   if (!silent.empty()) expire(call, waiting, silent, "silent", waited, false);
   if (!late.empty()) expire(call, waiting, late, waiting.for_arrival ? "busy" : "alive", waited, false);
