@@ -225,9 +225,8 @@ DispatchResult BufferImpl::finish_dispatch_on_device(PendingImpl& pending) {
       result.x_scales = shape.array(d.x_scales, fp32 ? DType::fp32 : DType::ue8m0, blocks, scale_bytes);
     } else {
       const bool is_slab = r.layout == Layout::expert_slab;
-      result.x_scales =
-          is_slab ? scale_columns(d.x_scales, fp32, r.capacity, r.num_local_experts(), scale_bytes, device)
-                  : scale_columns(d.x_scales, fp32, d.array_rows, std::nullopt, scale_bytes, device);
+      result.x_scales = is_slab ? scale_columns(d.x_scales, fp32, r.capacity, r.num_local_experts(), scale_bytes, device)
+                                : scale_columns(d.x_scales, fp32, d.array_rows, std::nullopt, scale_bytes, device);
     }
   }
   for (size_t s = 0; s < args.side.size(); ++s) {
