@@ -180,7 +180,8 @@ void Context::retire(const BlockPool::Block& block) {
 }
 
 void Context::give_back(const BlockPool::Block& block) {
-  if (layout.verified) poison(local + block.offset, block.num_bytes);
+  // A peer that has not heard of the abort yet may still read rows in place: poison would make it name the wrong culprit.
+  if (layout.verified && status.load(std::memory_order_acquire) == 0) poison(local + block.offset, block.num_bytes);
   pool.give_back(block);
 }
 
