@@ -12,18 +12,13 @@
 
 #include "api/small_job.h"
 #include "bootstrap/socket.h"
+#include "support/sanitizer.h"
 
 namespace turnout::testing {
 namespace {
 
 using Clock = std::chrono::steady_clock;
 using namespace std::chrono_literals;
-
-#if defined(__SANITIZE_THREAD__)
-constexpr bool kThreadSanitizer = true;
-#else
-constexpr bool kThreadSanitizer = false;
-#endif
 
 /// Processes that run `body`, each a rank; they say words to the test through a pipe.
 class Job {

@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "transport/transport.h"
+#include "transport/forwarding.h"
 
 namespace turnout::testing {
 
@@ -25,13 +25,10 @@ struct Fault {
   std::atomic<bool> done{false};
 };
 
-class BrokenWindow final : public transport::Window {
+class BrokenWindow final : public transport::ForwardingWindow {
  public:
   BrokenWindow(std::unique_ptr<transport::Window> inner, std::shared_ptr<Fault> fault, int rank)
-      : inner_(std::move(inner)), fault_(std::move(fault)), rank_(rank) {}
-  size_t num_bytes() const override { return inner_->num_bytes(); }
-  int num_signals() const override { return inner_->num_signals(); }
-  std::byte* local() override { return inner_->local(); }
+      : ForwardingWindow(std::move(inner), rank), fault_(std::move(fault)) {}
   std::byte* peer_ptr(int peer) override { return peer == rank_ || !fault_->puts ? inner_->peer_ptr(peer) : nullptr; }
 
   void put(int peer, size_t offset, const void* src, size_t num_bytes) override {
@@ -59,35 +56,21 @@ class BrokenWindow final : public transport::Window {
     inner_->signal(peer, index, value);
   }
 
-  const std::atomic<uint64_t>* signals() const override { return inner_->signals(); }
-  void progress() override { inner_->progress(); }
-  uint32_t arm() override { return inner_->arm(); }
-  void sleep(uint32_t ticket) override { inner_->sleep(ticket); }
-  void disarm() override { inner_->disarm(); }
-
  private:
   bool is_it(int peer, std::atomic<int64_t>& count) const { return rank_ == fault_->source && peer != rank_ && count++ == fault_->at; }
 
-  std::unique_ptr<transport::Window> inner_;
   std::shared_ptr<Fault> fault_;
-  const int rank_;
 };
 
-class BrokenTransport final : public transport::Transport {
+class BrokenTransport final : public transport::ForwardingTransport {
  public:
-  BrokenTransport(std::shared_ptr<transport::Transport> inner, std::shared_ptr<Fault> fault) : inner_(std::move(inner)), fault_(std::move(fault)) {}
-  std::string_view name() const override { return inner_->name(); }
-  int rank() const override { return inner_->rank(); }
-  int num_ranks() const override { return inner_->num_ranks(); }
+  BrokenTransport(std::shared_ptr<transport::Transport> inner, std::shared_ptr<Fault> fault)
+      : ForwardingTransport(std::move(inner)), fault_(std::move(fault)) {}
   std::unique_ptr<transport::Window> open(std::string_view label, size_t num_bytes, int num_signals) override {
     return std::make_unique<BrokenWindow>(inner_->open(label, num_bytes, num_signals), fault_, rank());
   }
-  transport::PeerState peer_state(int peer) const override { return inner_->peer_state(peer); }
-  uint64_t heartbeat(int peer) const override { return inner_->heartbeat(peer); }
-  std::chrono::nanoseconds spin() const override { return inner_->spin(); }
 
  private:
-  std::shared_ptr<transport::Transport> inner_;
   std::shared_ptr<Fault> fault_;
 };
 

@@ -7,6 +7,7 @@
 #include <fstream>
 
 #include "issues/job.h"
+#include "support/sanitizer.h"
 #include "transport/processes.h"
 
 namespace turnout::testing {
@@ -14,12 +15,6 @@ namespace {
 
 using transport::testing::Family;
 using transport::testing::require;
-
-#if defined(__SANITIZE_THREAD__)
-constexpr bool kThreadSanitizer = true;
-#else
-constexpr bool kThreadSanitizer = false;
-#endif
 
 constexpr int kHidden = 77, kSkipped = 2;
 

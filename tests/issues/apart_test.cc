@@ -11,6 +11,7 @@
 
 #include "api/small_job.h"
 #include "engine/cpu/header.h"
+#include "support/sanitizer.h"
 #include "transport/processes.h"
 
 namespace turnout::testing {
@@ -23,12 +24,6 @@ using transport::testing::require;
 
 constexpr int kRanks = 3;
 using Body = std::function<void(Communicator&, Mode)>;
-
-#if defined(__SANITIZE_THREAD__)
-constexpr bool kThreadSanitizer = true;
-#else
-constexpr bool kThreadSanitizer = false;
-#endif
 
 /// Runs `body` on ranks that are threads, over each transport, and on ranks that are processes; in both modes.
 void everywhere(const Body& body) {

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "api/small_job.h"
+#include "support/sanitizer.h"
 #include "transport/processes.h"
 
 namespace turnout::testing {
@@ -21,12 +22,6 @@ using transport::testing::Pipe;
 using transport::testing::require;
 
 constexpr int kRanks = 4;
-
-#if defined(__SANITIZE_THREAD__)
-constexpr bool kThreadSanitizer = true;
-#else
-constexpr bool kThreadSanitizer = false;
-#endif
 
 enum class Way { waiting, issued, resident };
 
